@@ -1,0 +1,37 @@
+"""The exceptions of the package. A message says what was expected, what came and what to do."""
+
+
+class SpdError(Exception):
+    """Base of every error the package raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(SpdError, ValueError):
+    """The user's configuration or arguments cannot work."""
+
+    exit_code = 2
+
+
+class PlanError(SpdError, ValueError):
+    """A stage plan is not consistent in itself or with the target."""
+
+    exit_code = 2
+
+
+class CheckpointError(SpdError, ValueError):
+    """A file is missing, damaged, or belongs to another target."""
+
+    exit_code = 2
+
+
+class ScheduleError(SpdError):
+    """A trace breaks the rules of the schedule."""
+
+
+class CommError(SpdError):
+    """A rank died, stalled, or disagrees with its peers."""
+
+
+class CompatError(SpdError):
+    """A dependency is not the version the patches were written for."""
