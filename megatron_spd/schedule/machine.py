@@ -48,6 +48,8 @@ class Node:
     """Number of the wave that carries it; None while it waits to enter."""
     log_prob: float = 0.0
     """Log-probability the module gave it; 0 for committed tokens."""
+    judged: bool = True
+    """Whether the target must choose behind it; only the last token of a prompt is."""
     children: list[Node] = field(default_factory=list)
 
     def ancestor_rows(self) -> tuple[int, ...]:
@@ -299,12 +301,14 @@ class Machine:
         for state in self.requests.values():
             while state.prompt and room:
                 room -= 1
+                token = state.prompt.popleft()
                 node = Node(
                     request=state.request,
                     position=state.next_position,
-                    token=state.prompt.popleft(),
+                    token=token,
                     parent=None,
                     committed=True,
+                    judged=not state.prompt,
                 )
                 state.next_position += 1
                 state.root = node
