@@ -1,0 +1,1 @@
+"""One module a subcommand; each returns what `__main__` prints."""
