@@ -47,6 +47,7 @@ class _Job:
     world_size: int
     port: int
     timeout_s: float
+    deadline: float
     init: bool
     stack_file: str
     module: str
@@ -76,6 +77,7 @@ def run_ranks(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
     module = getattr(fn, "__module__", "builtins")
+    deadline = time.monotonic() + timeout_s
     processes: list[ForkServerProcess] = []
     pipes: list[Connection] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -86,6 +88,7 @@ def run_ranks(
                     world_size=world_size,
                     port=store.port,
                     timeout_s=timeout_s,
+                    deadline=deadline,
                     init=init,
                     stack_file=str(Path(folder) / f"stack{rank}"),
                     module=module,
@@ -98,7 +101,7 @@ def run_ranks(
                 sender.close()
                 processes.append(process)
                 pipes.append(receiver)
-            reports = _collect(processes, pipes, time.monotonic() + timeout_s, may_die)
+            reports = _collect(processes, pipes, deadline, may_die)
             _raise_failure(reports, world_size, timeout_s, Path(folder))
         finally:
             _end(processes)
@@ -188,7 +191,9 @@ def _run_rank(job: _Job, pipe: Connection) -> None:
     )
     torch.set_num_threads(1)
     with open(job.stack_file, "w") as stack:
-        faulthandler.dump_traceback_later(max(0.1, 0.9 * job.timeout_s), file=stack)
+        # The monotonic clock is one for all processes of a machine.
+        left = job.deadline - time.monotonic() - 0.1 * job.timeout_s
+        faulthandler.dump_traceback_later(max(0.1, left), file=stack)
         report = _report_of(job)
         faulthandler.cancel_dump_traceback_later()
     pipe.send(report)
