@@ -1,0 +1,1 @@
+"""The speculation module: what it reads, its rows in serving and in training, its losses."""
