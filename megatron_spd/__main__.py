@@ -29,7 +29,24 @@ def run_plan(arguments: Sequence[str]) -> None:
         Console().print(report.to_table())
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"plan": run_plan}
+def run_generate(arguments: Sequence[str]) -> None:
+    """Continues a prompt over the ranks of a plan."""
+    from megatron_spd.cli.generate import generate, to_json  # torch loads only when it is needed
+
+    parser = ArgumentParser(
+        prog="megatron-spd generate", exit_on_error=False, description=run_generate.__doc__
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of the text.")
+    options = _parse(parser, ("plan", "generate"), arguments)
+    result = generate(options.plan, options.generate, ["generate", *arguments])
+    if result is not None:
+        print(to_json(result) if options.json else options.generate.prompt + result.text)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "plan": run_plan,
+    "generate": run_generate,
+}
 """Each subcommand and what runs it."""
 
 
@@ -67,7 +84,7 @@ def _parse(parser: ArgumentParser, sections: Sequence[str], arguments: Sequence[
 
 def _usage() -> str:
     lines = ["usage: megatron-spd SUBCOMMAND [CONFIG.toml] [--section.key=value ...]", ""]
-    lines += [f"  {name:<8}{command.__doc__}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<10}{command.__doc__}" for name, command in COMMANDS.items()]
     return "\n".join([*lines, "", "megatron-spd SUBCOMMAND --help lists its options."])
 
 

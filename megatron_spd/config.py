@@ -143,10 +143,40 @@ class TrainOptions:
             raise ConfigError(f"train.learning_rate ({self.learning_rate}) must be above 0")
 
 
-SECTIONS: dict[str, type[PlanConfig] | type[ModuleOptions] | type[TrainOptions]] = {
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """What to continue and how; greedy unless a temperature is given.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    prompt: str
+    """Text to continue."""
+    module: str = ""
+    """Folder of a trained speculation module; empty decodes over the pipeline without drafts."""
+    max_new_tokens: int = 128
+    """Tokens to write at most, the first one included."""
+    temperature: float = 0.0
+    """0 is greedy; the text is a function of the seed at any temperature."""
+    top_k: int = 0
+    """Keep this many of the likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens up to this probability mass."""
+    seed: int = 0
+    """Seed of the noise the target chooses with."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; it is cut before the first of them."""
+
+    def __post_init__(self) -> None:
+        _at_least("generate", self, max_new_tokens=1, temperature=0, top_k=0, seed=0)
+
+
+SECTIONS: dict[str, type[Any]] = {
     "plan": PlanConfig,
     "module": ModuleOptions,
     "train": TrainOptions,
+    "generate": GenerateOptions,
 }
 """The tables of a configuration file."""
 

@@ -1,0 +1,99 @@
+"""What Megatron-core needs to run on CPU ranks: one place, each patch with its reason.
+
+Nothing here is used where CUDA is present. The patches last for the life of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_spd.errors import CompatError
+
+MEGATRON_VERSION = "0.16"
+
+_applied: list[object] = []
+
+
+class CpuFactories(TorchFunctionMode):
+    """Sends factory calls that ask for a CUDA device to the CPU; other calls pass unchanged."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `func` with `device="cuda"` (or its index or object) replaced by the CPU."""
+        if not kwargs:
+            return func(*args)
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return func(*args, **kwargs)
+
+
+def needed() -> bool:
+    """Whether this process has no CUDA device, so that `apply` is due."""
+    return not torch.cuda.is_available()
+
+
+def apply() -> None:
+    """Make Megatron-core run on CPU. A second call does nothing.
+
+    Raises:
+        CompatError: CUDA is present, or megatron-core is not the version the patches are for.
+    """
+    if _applied:
+        return
+    if torch.cuda.is_available():
+        raise CompatError("compat.apply() is for CPU ranks, but CUDA is present; do not call it")
+    _check_version()
+    _patch_current_device()
+    _patch_synchronize()
+    _patch_factories()
+    _patch_rng_tracker()
+
+
+def _check_version() -> None:
+    try:
+        found = version("megatron-core")
+    except PackageNotFoundError as error:
+        raise CompatError(f"megatron-core {MEGATRON_VERSION} is not installed") from error
+    if not found.startswith(f"{MEGATRON_VERSION}."):
+        raise CompatError(
+            f"the CPU patches are for megatron-core {MEGATRON_VERSION}, found {found}; "
+            f"install megatron-core=={MEGATRON_VERSION}.*"
+        )
+
+
+def _patch_current_device() -> None:
+    """Layers, buffers and receives are allocated on `torch.cuda.current_device()`."""
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+
+
+def _patch_synchronize() -> None:
+    """The schedule's sends and the timers synchronise CUDA; a CPU has nothing to wait for."""
+    torch.cuda.synchronize = lambda device=None: None
+
+
+def _patch_factories() -> None:
+    """The schedule and the mask helpers create tensors with a literal `device="cuda"`.
+
+    The mode is this thread's only; it stays entered, as the schedule has no hook around itself.
+    """
+    mode = CpuFactories()
+    mode.__enter__()  # type: ignore[no-untyped-call]
+    _applied.append(mode)
+
+
+def _patch_rng_tracker() -> None:
+    """The default tracker reads and sets CUDA generator states; the inference one never forks."""
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

@@ -1,0 +1,147 @@
+"""Builds what a rank of a plan runs, and starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_spd import comm
+from megatron_spd.checkpoint.artifact import ArtifactMeta
+from megatron_spd.checkpoint.hf_folder import HfFolder
+from megatron_spd.checkpoint.stage_weights import load_embedding, load_stage
+from megatron_spd.inference.drafter import Drafter, ModuleDrafter
+from megatron_spd.inference.driver import Driver
+from megatron_spd.inference.links import DriverLinks, run_stage
+from megatron_spd.inference.stage_worker import TargetCompute
+from megatron_spd.kv_rows import KvRows
+from megatron_spd.model.parallel import init_single_rank
+from megatron_spd.model.stage import TargetStage
+from megatron_spd.speculation.config import ModuleConfig
+from megatron_spd.speculation.module import SpeculationModule
+from megatron_spd.stage_plan import StagePlan
+from megatron_spd.target_spec import TargetSpec
+from megatron_spd.wave import WaveFormat
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Sizes of the engine, the same on every rank."""
+
+    chunk_tokens: int = 64
+    """Prompt tokens that enter in one wave."""
+    inline_nodes: int = 4
+    """Nodes whose hidden states travel inside a wave's one message."""
+    dtype: torch.dtype | None = None
+    """Dtype of weights and KV rows; None for the checkpoint's own."""
+
+    def num_rows(self, spec: TargetSpec, plan: StagePlan) -> int:
+        """KV rows of a stage: one text at the context limit, and what may still be in flight."""
+        return spec.max_positions + self.chunk_tokens + 4 * (plan.num_stages + 1)
+
+    def wire(self, spec: TargetSpec, plan: StagePlan, dtype: torch.dtype) -> WaveFormat:
+        """The format of a hop."""
+        return WaveFormat(
+            fingerprint=plan.fingerprint,
+            max_nodes=self.chunk_tokens + self.inline_nodes,
+            inline_nodes=self.inline_nodes,
+            max_ancestors=plan.num_stages,
+            hidden_size=spec.hidden_size,
+            dtype=dtype,
+        )
+
+
+def build_stage(
+    folder: HfFolder, plan: StagePlan, stage: int, options: EngineOptions
+) -> TargetCompute:
+    """One stage of the target with its KV rows; opens only the tensors of that stage.
+
+    Needs Megatron's parallel state (`model.parallel.init_single_rank`).
+    """
+    dtype = options.dtype or getattr(torch, folder.spec.dtype)
+    model = TargetStage(folder.spec, plan, stage, dtype)
+    model.load_state_dict(load_stage(folder, plan, stage, dtype))
+    model.eval()
+    kv = KvRows(
+        num_layers=len(plan.layers_of(stage)),
+        num_rows=options.num_rows(folder.spec, plan),
+        num_kv_heads=folder.spec.num_kv_heads,
+        head_dim=folder.spec.head_dim,
+        dtype=dtype,
+        device="cpu",
+    )
+    return TargetCompute(model, kv, is_last=stage == plan.num_stages - 1)
+
+
+def decode_on_ranks(
+    folder: HfFolder,
+    plan: StagePlan,
+    options: EngineOptions,
+    *,
+    drafter: Callable[[], Drafter],
+    decode: Callable[[Sequence[int]], str],
+    work: Callable[[Driver], T],
+) -> T | None:
+    """Run this rank's part of the plan. The ranks must have met (`comm.init_ranks`).
+
+    Returns what `work` returns on the module's rank, None on the others.
+
+    Raises:
+        CommError: the ranks hold different plans, or a peer dies.
+    """
+    comm.name_stages(plan)
+    comm.exchange_fingerprints(plan.fingerprint)
+    init_single_rank()  # makes process groups, so every rank must take part
+    rank = comm.current_world().rank
+    roles = plan.roles_of(rank)
+    dtype = options.dtype or getattr(torch, folder.spec.dtype)
+    wire = options.wire(folder.spec, plan, dtype)
+    compute = None if roles.stage is None else build_stage(folder, plan, roles.stage, options)
+    if not roles.module:
+        if roles.stage is None or compute is None:
+            raise AssertionError(f"rank {rank} has no role")
+        run_stage(plan, roles.stage, wire, compute)
+        return None
+    links = DriverLinks(plan, wire, compute)
+    driver = Driver(
+        plan=plan,
+        links=links,
+        drafter=drafter(),
+        max_positions=folder.spec.max_positions,
+        decode=decode,
+        num_rows=options.num_rows(folder.spec, plan),
+        chunk_tokens=options.chunk_tokens,
+    )
+    result = work(driver)
+    driver.drain()
+    links.stop()
+    return result
+
+
+def build_module_drafter(
+    folder: HfFolder,
+    plan: StagePlan,
+    options: EngineOptions,
+    meta: ArtifactMeta,
+    tensors: Mapping[str, Tensor],
+) -> ModuleDrafter:
+    """The drafter of a trained module; opens only the target's embedding."""
+    dtype = options.dtype or getattr(torch, folder.spec.dtype)
+    config = ModuleConfig.from_dict(meta.module)
+    module = SpeculationModule(config, plan)
+    module.load_state_dict(dict(tensors))
+    module.to(dtype).eval()
+    kv = KvRows(
+        num_layers=config.num_layers,
+        num_rows=options.num_rows(folder.spec, plan),
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device="cpu",
+    )
+    return ModuleDrafter(plan, module, load_embedding(folder, dtype), kv)

@@ -1,0 +1,6 @@
+"""The target's stages, built from Megatron-core layers."""
+
+from megatron_spd.model.parallel import init_single_rank
+from megatron_spd.model.stage import StageOutput, TargetStage
+
+__all__ = ["StageOutput", "TargetStage", "init_single_rank"]
