@@ -126,7 +126,8 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == __version__
     assert main(["--help"]) == 0
-    assert all(name in capsys.readouterr().out for name in COMMANDS)
+    usage = capsys.readouterr().out
+    assert all(name in usage for name in COMMANDS)
     assert main([]) == 2
 
 
