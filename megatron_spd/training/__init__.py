@@ -1,0 +1,1 @@
+"""Training: the speculation module, distilled over Megatron-core's pipeline schedule."""
