@@ -112,6 +112,7 @@ class ModuleDrafter:
         self._complete: dict[int, list[Node]] = {}
         self.on_rows: Callable[[DraftRows], None] | None = None
 
+    @torch.inference_mode()
     def observe(self, nodes: Sequence[Node], stage: int, taps: Tensor | None) -> None:
         """Keep the taps of live nodes; a node that completed the last stage gets its row."""
         boundaries = [self._plan.taps.index(tap) for tap in self._plan.taps_of(stage)]
