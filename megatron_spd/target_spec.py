@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_spd.errors import ConfigError
 
@@ -93,6 +93,48 @@ class RopeSpec:
         return fields
 
 
+class LayerShape(Protocol):
+    """The sizes that the target and the speculation module have in common."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+
+
+SIZES = (
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+)
+
+
+def shape_problems(shape: LayerShape, *more_sizes: str) -> list[str]:
+    """What keeps a shape from being built, a sentence each; `SIZES` and `more_sizes` count."""
+    problems = [
+        f"{name} must be at least 1, got {getattr(shape, name)}"
+        for name in (*SIZES, *more_sizes)
+        if getattr(shape, name) < 1
+    ]
+    if not problems and shape.num_heads % shape.num_kv_heads:
+        problems.append(
+            f"num_kv_heads ({shape.num_kv_heads}) must divide num_heads ({shape.num_heads})"
+        )
+    if shape.head_dim % 2:
+        problems.append(f"head_dim must be even for rope, got {shape.head_dim}")
+    if not shape.norm_eps > 0:
+        problems.append(f"norm_eps must be positive, got {shape.norm_eps}")
+    return problems
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetSpec:
     """The shape and the rules of a Llama-style target.
@@ -131,27 +173,7 @@ class TargetSpec:
     """Tokens that end a text: those of config and generation_config together, ascending."""
 
     def __post_init__(self) -> None:
-        problems: list[str] = []
-        for name in (
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "intermediate_size",
-            "vocab_size",
-            "max_positions",
-        ):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not problems and self.num_heads % self.num_kv_heads:
-            problems.append(
-                f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})"
-            )
-        if self.head_dim % 2:
-            problems.append(f"head_dim must be even for rope, got {self.head_dim}")
-        if not self.norm_eps > 0:
-            problems.append(f"norm_eps must be positive, got {self.norm_eps}")
+        problems = shape_problems(self, "max_positions")
         if self.dtype not in DTYPES:
             problems.append(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if problems:

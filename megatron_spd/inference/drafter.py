@@ -165,13 +165,15 @@ class ModuleDrafter:
         depths = tuple(
             depth_of(fill - 1 - place, fill, self._plan.num_stages) for place in range(fill)
         )
+        features: list[Tensor] = []
         for node, depth in zip(path, depths, strict=True):
             if node.wave is None or machine.cycle - 1 - node.wave != depth:
                 raise ScheduleError(
                     f"position {node.position} should have depth {depth} in cycle "
                     f"{machine.cycle - 1}, it entered in {node.wave}"
                 )
-        return [self._feature(n, d) for n, d in zip(path, depths, strict=True)], depths
+            features.append(self._feature(node, depth))
+        return features, depths
 
     def _feature(self, node: Node, depth: int) -> Tensor:
         return self._module.features(self._node_taps(node), depth)

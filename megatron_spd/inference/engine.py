@@ -44,7 +44,25 @@ class EngineOptions:
         """KV rows of a stage: one text at the context limit, and what may still be in flight."""
         return spec.max_positions + self.chunk_tokens + 4 * (plan.num_stages + 1)
 
-    def wire(self, spec: TargetSpec, plan: StagePlan, dtype: torch.dtype) -> WaveFormat:
+    def dtype_of(self, spec: TargetSpec) -> torch.dtype:
+        """Dtype of weights, KV rows and what travels."""
+        dtype: torch.dtype = self.dtype or getattr(torch, spec.dtype)
+        return dtype
+
+    def pool(
+        self, spec: TargetSpec, plan: StagePlan, num_layers: int, shape: TargetSpec | ModuleConfig
+    ) -> KvRows:
+        """KV rows for layers of a shape, as many rows as every pool of this plan has."""
+        return KvRows(
+            num_layers=num_layers,
+            num_rows=self.num_rows(spec, plan),
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=self.dtype_of(spec),
+            device="cpu",
+        )
+
+    def wire(self, spec: TargetSpec, plan: StagePlan) -> WaveFormat:
         """The format of a hop."""
         return WaveFormat(
             fingerprint=plan.fingerprint,
@@ -52,7 +70,7 @@ class EngineOptions:
             inline_nodes=self.inline_nodes,
             max_ancestors=plan.num_stages,
             hidden_size=spec.hidden_size,
-            dtype=dtype,
+            dtype=self.dtype_of(spec),
         )
 
 
@@ -63,18 +81,11 @@ def build_stage(
 
     Needs Megatron's parallel state (`model.parallel.init_single_rank`).
     """
-    dtype = options.dtype or getattr(torch, folder.spec.dtype)
+    dtype = options.dtype_of(folder.spec)
     model = TargetStage(folder.spec, plan, stage, dtype)
     model.load_state_dict(load_stage(folder, plan, stage, dtype))
     model.eval()
-    kv = KvRows(
-        num_layers=len(plan.layers_of(stage)),
-        num_rows=options.num_rows(folder.spec, plan),
-        num_kv_heads=folder.spec.num_kv_heads,
-        head_dim=folder.spec.head_dim,
-        dtype=dtype,
-        device="cpu",
-    )
+    kv = options.pool(folder.spec, plan, len(plan.layers_of(stage)), folder.spec)
     return TargetCompute(model, kv, is_last=stage == plan.num_stages - 1)
 
 
@@ -99,8 +110,7 @@ def decode_on_ranks(
     init_single_rank()  # makes process groups, so every rank must take part
     rank = comm.current_world().rank
     roles = plan.roles_of(rank)
-    dtype = options.dtype or getattr(torch, folder.spec.dtype)
-    wire = options.wire(folder.spec, plan, dtype)
+    wire = options.wire(folder.spec, plan)
     compute = None if roles.stage is None else build_stage(folder, plan, roles.stage, options)
     if not roles.module:
         if roles.stage is None or compute is None:
@@ -131,17 +141,10 @@ def build_module_drafter(
     tensors: Mapping[str, Tensor],
 ) -> ModuleDrafter:
     """The drafter of a trained module; opens only the target's embedding."""
-    dtype = options.dtype or getattr(torch, folder.spec.dtype)
+    dtype = options.dtype_of(folder.spec)
     config = ModuleConfig.from_dict(meta.module)
     module = SpeculationModule(config, plan)
     module.load_state_dict(dict(tensors))
     module.to(dtype).eval()
-    kv = KvRows(
-        num_layers=config.num_layers,
-        num_rows=options.num_rows(folder.spec, plan),
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        device="cpu",
-    )
+    kv = options.pool(folder.spec, plan, config.num_layers, config)
     return ModuleDrafter(plan, module, load_embedding(folder, dtype), kv)

@@ -44,7 +44,7 @@ class TargetCompute:
     def step(self, header: WaveHeader, hidden: Tensor | None) -> WaveResult:
         """Insert the wave's rows, apply its commits, forward it, and on the last stage choose."""
         positions, rows = torch.tensor(header.positions), torch.tensor(header.rows)
-        visible = open_wave(self.kv, header)
+        visible = open_wave(self.kv, header, positions, rows)
         if hidden is None:
             hidden = self.model.embed(torch.tensor(header.tokens))
         out = self.model.forward_rows(hidden, positions, rows, visible, self.kv)
@@ -63,9 +63,8 @@ class TargetCompute:
         return tokens
 
 
-def open_wave(kv: KvRows, header: WaveHeader) -> Tensor:
+def open_wave(kv: KvRows, header: WaveHeader, positions: Tensor, rows: Tensor) -> Tensor:
     """Insert a wave's rows, apply its commits, and return what its nodes see, bool [N, high]."""
-    rows, positions = torch.tensor(header.rows), torch.tensor(header.positions)
     kv.insert(rows, positions)
     if header.commits:
         committed, requests = zip(*header.commits, strict=True)

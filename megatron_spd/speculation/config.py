@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megatron_spd.errors import ConfigError
-from megatron_spd.target_spec import RopeSpec
+from megatron_spd.target_spec import RopeSpec, shape_problems
 
 AGGREGATORS = ("concat", "shared", "attention")
 HEADS = ("linear", "mlp")
@@ -51,27 +51,7 @@ class ModuleConfig:
     """Boundaries it reads, ascending from 0."""
 
     def __post_init__(self) -> None:
-        problems: list[str] = []
-        for name in (
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "intermediate_size",
-            "vocab_size",
-            "draft_vocab_size",
-        ):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not problems and self.num_heads % self.num_kv_heads:
-            problems.append(
-                f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})"
-            )
-        if self.head_dim % 2:
-            problems.append(f"head_dim must be even for rope, got {self.head_dim}")
-        if not self.norm_eps > 0:
-            problems.append(f"norm_eps must be positive, got {self.norm_eps}")
+        problems = shape_problems(self, "draft_vocab_size")
         if self.aggregator not in AGGREGATORS:
             problems.append(f"aggregator {self.aggregator!r} is not one of {AGGREGATORS}")
         if self.head not in HEADS:
