@@ -1,25 +1,12 @@
-"""What a user may set: plain frozen dataclasses, read from TOML and dotted command-line overrides.
-
-A file has one table a class, `[plan]`, `[module]` and `[train]`; `--plan.num_stages=4` on the
-command line wins over the file. Types are checked by jsonargparse against the dataclasses, values
-by their `__post_init__`. An unknown table or key is refused by name.
-"""
+"""What a user may set: plain frozen dataclasses with the sentence of each field under it."""
 
 from __future__ import annotations
 
-import json
-import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
-
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from megatron_spd.errors import ConfigError
 from megatron_spd.stage_plan import StagePlan
-
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +105,14 @@ class TrainOptions:
     """Forward KL, total variation, negative log overlap, or KL and TV blended by acceptance."""
     zero_stage: Literal[1, 2] = 1
     """DeepSpeed's ZeRO stage."""
+    depth_weights: tuple[float, ...] = ()
+    """Weight of the loss of each depth's rows, from depth 0; empty weighs all depths alike."""
     joint: bool = False
     """Whether the target learns too, with its own language-model loss."""
+    module_loss_weight: float = 1.0
+    """Weight of the module's loss beside the target's own, in joint mode."""
+    gradient_through_taps: bool = False
+    """Whether the module's loss reaches the target through the taps, in joint mode."""
     seed: int = 0
     """Seed of the initial weights, the order of the data and the fill of the pipeline."""
     save_every_steps: int = 100
@@ -136,11 +129,17 @@ class TrainOptions:
             num_warmup_steps=0,
             weight_decay=0,
             gradient_clip=0,
+            module_loss_weight=0,
             seed=0,
             save_every_steps=1,
         )
         if self.learning_rate <= 0:
             raise ConfigError(f"train.learning_rate ({self.learning_rate}) must be above 0")
+        if any(weight < 0 for weight in self.depth_weights) or self.depth_weights[:1] == (0,):
+            raise ConfigError(
+                f"train.depth_weights ({list(self.depth_weights)}) must not be negative, and "
+                "depth 0 needs a weight above 0: it is what decoding drafts"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,96 +171,129 @@ class GenerateOptions:
         _at_least("generate", self, max_new_tokens=1, temperature=0, top_k=0, seed=0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RegenerateOptions:
+    """Text that the target writes itself, to train a module on.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    output: str
+    """The .jsonl file to write: a line a text, with its token ids."""
+    prompts: str = ""
+    """A .jsonl file of prompts in the EAGLE form; empty starts every text from nothing."""
+    num_texts: int = 0
+    """Texts to write; 0 writes one a prompt. More than there are prompts goes round again."""
+    max_new_tokens: int = 256
+    """Tokens to write at most behind each prompt."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep this many of the likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens up to this probability mass."""
+    seed: int = 0
+    """Seed of the sampling; a resumed file is the one that a single run writes."""
+    batch_size: int = 64
+    """Texts written together."""
+
+    def __post_init__(self) -> None:
+        _at_least(
+            "regenerate",
+            self,
+            num_texts=0,
+            max_new_tokens=1,
+            temperature=0,
+            top_k=0,
+            seed=0,
+            batch_size=1,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """Prompts to decode, and the module whose drafts are counted.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    prompts: str
+    """A .jsonl file in the EAGLE form, {"question_id": .., "turns": [..]}; first turns are used."""
+    module: str = ""
+    """Folder of a trained speculation module; empty decodes over the pipeline without drafts."""
+    num_prompts: int = 0
+    """Use only the first so many prompts; 0 uses all."""
+    max_new_tokens: int = 128
+    """Tokens to write at most, the first one included."""
+    temperature: float = 0.0
+    """0 is greedy; the text is a function of the seed at any temperature."""
+    top_k: int = 0
+    """Keep this many of the likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens up to this probability mass."""
+    seed: int = 0
+    """Seed of the noise the target chooses with."""
+    tolerance: float = 0.02
+    """Largest difference between served acceptance and the training forward's agreement."""
+
+    def __post_init__(self) -> None:
+        _at_least(
+            "eval",
+            self,
+            num_prompts=0,
+            max_new_tokens=1,
+            temperature=0,
+            top_k=0,
+            seed=0,
+            tolerance=0,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickstartOptions:
+    """The main job on this machine, with nothing to download.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    output: str = "spd-quickstart"
+    """Folder for the tokenizer, the target, the module, the report and the pictures."""
+    num_joint_steps: int = 300
+    """Steps that train the target together with a module, over 2 ranks."""
+    num_distill_steps: int = 150
+    """Steps that train the module of the 4 stages on text the target wrote."""
+    num_prompts: int = 4
+    """Held-out prompts to decode."""
+    max_new_tokens: int = 64
+    """Tokens to write for each."""
+    seed: int = 0
+    """Seed of everything."""
+
+    def __post_init__(self) -> None:
+        _at_least(
+            "quickstart",
+            self,
+            num_joint_steps=1,
+            num_distill_steps=1,
+            num_prompts=1,
+            max_new_tokens=2,
+            seed=0,
+        )
+
+
 SECTIONS: dict[str, type[Any]] = {
     "plan": PlanConfig,
     "module": ModuleOptions,
     "train": TrainOptions,
     "generate": GenerateOptions,
+    "regenerate": RegenerateOptions,
+    "eval": EvalOptions,
+    "quickstart": QuickstartOptions,
 }
 """The tables of a configuration file."""
-
-
-def add_sections(parser: ArgumentParser, sections: Sequence[str]) -> None:
-    """Gives a parser the dotted options of some `SECTIONS`."""
-    for section in sections:
-        parser.add_class_arguments(SECTIONS[section], section, as_group=False)
-
-
-def read_toml(path: str | Path, sections: Sequence[str]) -> list[str]:
-    """The values of a file's `sections`, written as the overrides that would set them.
-
-    Every table is checked against `SECTIONS`, also those that this command does not read.
-
-    Raises:
-        ConfigError: the file cannot be read, or has an unknown table or key.
-    """
-    try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    arguments: list[str] = []
-    for section, table in tables.items():
-        _check_keys(path, section, table)
-        if section in sections:
-            arguments += [f"--{section}.{key}={_as_text(table[key])}" for key in table]
-    return arguments
-
-
-def parse_options(parser: ArgumentParser, arguments: Sequence[str], sections: Sequence[str]) -> Any:
-    """The namespace of a parser after `add_sections`, each section being its dataclass.
-
-    Raises:
-        ConfigError: an unknown or missing option, or a value of the wrong type or range.
-    """
-    try:
-        parsed = parser.parse_args(list(arguments))
-    except ArgumentError as error:
-        raise ConfigError(_one_line(error)) from error
-    for section in sections:
-        parsed[section] = SECTIONS[section](**vars(parsed[section]))
-    return parsed
-
-
-def load_config(
-    path: str | Path | None, overrides: Sequence[str] = (), sections: Sequence[str] = ("plan",)
-) -> Any:
-    """A namespace with one dataclass a section: the file's values, then the overrides.
-
-    Args:
-        path: a TOML file, or None for overrides alone.
-        overrides: dotted options such as `--plan.num_stages=4`.
-        sections: the tables to build.
-
-    Raises:
-        ConfigError: see `read_toml` and `parse_options`.
-    """
-    parser = ArgumentParser(exit_on_error=False)
-    add_sections(parser, sections)
-    file_arguments = [] if path is None else read_toml(path, sections)
-    return parse_options(parser, [*file_arguments, *overrides], sections)
-
-
-def _check_keys(path: str | Path, section: str, table: object) -> None:
-    if section not in SECTIONS or not isinstance(table, Mapping):
-        raise ConfigError(
-            f"{path}: unknown entry {section!r}; the tables are {', '.join(SECTIONS)}"
-        )
-    known = [field.name for field in fields(SECTIONS[section])]
-    unknown = [key for key in table if key not in known]
-    if unknown:
-        raise ConfigError(
-            f"{path}: unknown key {section}.{unknown[0]}; [{section}] has {', '.join(known)}"
-        )
-
-
-def _as_text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _at_least(section: str, options: object, **limits: float) -> None:
