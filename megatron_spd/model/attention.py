@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-from torch.nn import functional
 
+from megatron_spd.attention import masked_attention
 from megatron_spd.kv_rows import KvRows
 from megatron_spd.rope import apply_rope
 
@@ -63,31 +62,17 @@ class RowAttention(MegatronModule):
 
     def _text(self, view: TextView, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key = apply_rope(query, view.angles), apply_rope(key, view.angles)
-        mixed = _attend(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            view.visible.unsqueeze(1),
+        mixed = masked_attention(
+            query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), view.visible
         )
-        return mixed.permute(2, 0, 1, 3).flatten(2)
+        return mixed.transpose(0, 1).flatten(2)
 
     def _rows(self, view: RowsView, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key = apply_rope(query, view.angles), apply_rope(key, view.angles)
         view.kv.write(self.local_layer, view.rows, key, value)
         high = view.visible.shape[1]
-        mixed = _attend(
-            query.transpose(0, 1),
-            view.kv.keys[self.local_layer, :high].transpose(0, 1),
-            view.kv.values[self.local_layer, :high].transpose(0, 1),
-            view.visible.unsqueeze(0),
+        keys, values = (
+            part[None, self.local_layer, :high] for part in (view.kv.keys, view.kv.values)
         )
-        return mixed.transpose(0, 1).flatten(1).unsqueeze(1)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """Grouped attention: [.., heads, Q, d] over [.., kv_heads, K, d] where `visible`."""
-    group = query.shape[-3] // key.shape[-3]
-    if group > 1:
-        key = torch.repeat_interleave(key, group, dim=-3)
-        value = torch.repeat_interleave(value, group, dim=-3)
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=visible)
+        mixed = masked_attention(query[None], keys, values, view.visible[None])
+        return mixed[0].flatten(1).unsqueeze(1)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_spd.attention import masked_attention
 from megatron_spd.errors import ConfigError
 from megatron_spd.rope import rope_angles
 from megatron_spd.speculation.aggregators import build_aggregator
 from megatron_spd.speculation.config import ModuleConfig
 from megatron_spd.speculation.draft_vocab import check_draft_ids
-from megatron_spd.speculation.layers import DecoderLayer, masked_attention, rms_norm
+from megatron_spd.speculation.layers import DecoderLayer, rms_norm
 from megatron_spd.speculation.moments import (
     CHUNK_MOMENTS,
     MomentRows,

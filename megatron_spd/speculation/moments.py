@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_spd.speculation.layers import masked_attention
+from megatron_spd.attention import masked_attention
 
 CHUNK_MOMENTS = 64
 

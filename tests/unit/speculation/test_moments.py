@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_spd.attention import masked_attention
 from megatron_spd.errors import ConfigError
 from megatron_spd.schedule.depths import depth_of
 from megatron_spd.speculation.config import ModuleConfig
-from megatron_spd.speculation.layers import masked_attention
 from megatron_spd.speculation.module import SpeculationModule
 from megatron_spd.speculation.moments import moment_attention, valid_rows
 from megatron_spd.stage_plan import StagePlan
