@@ -2,10 +2,11 @@
 
 Messages travel on a ``Channel``: one peer, one tag, in order. A receive may be posted long before
 its message exists; both ends must agree on its size. Every failure is a ``CommError`` that starts
-with the peer's name and ends with the first failure any rank recorded, so the rank that broke is
-named even where the break is noticed several ranks away.
+with the name of the rank that broke: the peer's, or, where the break is noticed several ranks away,
+the one in the first failure any rank recorded.
 """
 
+import logging
 import os
 import re
 import socket
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _FIRST_FAILURE = "spd/first_failure"
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DEFAULT_TIMEOUT_S = 600.0
+GRACE_S = 10
+"""Seconds a rank may take to end once it was told to; then it is killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +86,14 @@ class World:
         keys = [f"spd/gather/{self.gathered}/{rank}" for rank in range(self.size)]
         try:
             self.store.set(keys[self.rank], text)
-            self.store.wait(keys, timedelta(seconds=wait_s))
+            # The store would not notice that a peer died; the process group does at once.
+            dist.barrier(async_op=True).wait(timedelta(seconds=wait_s))
             return [self.store.get(key).decode() for key in keys]
         except RuntimeError as error:
             absent = self._absent(keys)
             raise CommError(
-                f"{', '.join(absent) or 'the store'} did not answer "
-                f"{self.names.of(self.rank)} within {wait_s:g} s{_first_failure_note()}"
+                f"{_first_failure_note()}{', '.join(absent) or 'a rank'} did not answer "
+                f"{self.names.of(self.rank)} within {wait_s:g} s: {_first_line(error)}"
             ) from error
 
     def _absent(self, keys: Sequence[str]) -> list[str]:
@@ -201,16 +205,26 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return total
 
 
+@contextmanager
+def naming_losses(doing: str) -> Iterator[None]:
+    """Turn what the backend raises inside the block, in a library's hands, into ``CommError``."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL", str(error)):
+            raise
+        raise _failure(f"a rank was lost while {doing}", error) from error
+
+
 def report_first_failure(message: str) -> str:
     """Record ``message`` unless a rank recorded one before; return the first one recorded."""
     if not _current:
         return message
-    named = f"{current_world().names.of(current_world().rank)}: {message}"
     try:
-        return str(current_world().store.compare_set(_FIRST_FAILURE, "", named).decode())
+        return str(current_world().store.compare_set(_FIRST_FAILURE, "", message).decode())
     except RuntimeError:
         # The store went down with the rank that held it.
-        return named
+        return message
 
 
 @contextmanager
@@ -219,8 +233,52 @@ def reporting_failures() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        report_first_failure(f"{type(error).__name__}: {_first_line(error)}")
+        own = current_world().names.of(current_world().rank) if _current else "this rank"
+        report_first_failure(f"{own} failed: {type(error).__name__}: {_first_line(error)}")
         raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankExit:
+    """How a rank's process ended, as its torchrun saw it."""
+
+    rank: int
+    code: int
+    """Exit code; minus the signal's number when a signal ended it."""
+    noticed_s: float
+    """Unix time in seconds when it was noticed."""
+
+
+def run_torchrun(arguments: Sequence[str]) -> list[RankExit]:
+    """Be torchrun with the arguments of its command line, in this process, until its ranks ended.
+
+    Returns the ranks of this node that failed, none when all went well. The first failure ends the
+    others: by SIGTERM, and ``GRACE_S`` later by SIGKILL; so does an exception in this process.
+    Torchrun's own log, which buries what the ranks say, appears when ``LOGLEVEL`` is set.
+
+    Raises ``CommError`` when the nodes do not meet.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import PContext
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    # After a failure torchrun waits 30 s for the other ranks, and has no option for it.
+    PContext.close.__defaults__ = (None, GRACE_S)
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.CRITICAL)
+    try:
+        torchrun.run(torchrun.parse_args([f"--shutdown-timeout={GRACE_S}", *arguments]))
+    except ChildFailedError as failed:
+        return [
+            RankExit(rank=rank, code=failure.exitcode, noticed_s=float(failure.timestamp))
+            for rank, failure in failed.failures.items()
+        ]
+    except (RuntimeError, OSError, RendezvousError) as error:
+        raise CommError(f"torchrun could not start the ranks: {_first_line(error)}") from error
+    finally:
+        logging.disable(logging.NOTSET)
+    return []
 
 
 class Pending:
@@ -317,19 +375,19 @@ def _lost(peer: int, doing: str, error: RuntimeError) -> CommError:
 
 
 def _failure(message: str, error: RuntimeError) -> CommError:
-    full = f"{message}: {_first_line(error)}"
-    own = f"{current_world().names.of(current_world().rank)}: {full}"
+    own = current_world().names.of(current_world().rank)
+    full = f"{message}: {_first_line(error)} (noticed by {own})"
     first = report_first_failure(full)
-    return CommError(full if first == own else f"{full}; first failure: {first}")
+    return CommError(full if first == full else f"{first}; then {full}")
 
 
 def _first_failure_note() -> str:
-    """What another rank recorded, as the end of a message; nothing is recorded here."""
+    """What another rank recorded, as the beginning of a message; nothing is recorded here."""
     try:
         store = current_world().store
         if not store.check([_FIRST_FAILURE]):
             return ""
-        return f"; first failure: {store.get(_FIRST_FAILURE).decode()}"
+        return f"{store.get(_FIRST_FAILURE).decode()}; then "
     except RuntimeError:
         return ""
 

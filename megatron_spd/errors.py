@@ -33,5 +33,17 @@ class CommError(SpdError):
     """A rank died, stalled, or disagrees with its peers."""
 
 
+class RanksFailedError(SpdError):
+    """What ended the ranks that this process started, and the exit code that says so."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class CompatError(SpdError):
     """A dependency is not the version the patches were written for."""
+
+
+class AgreementError(SpdError):
+    """Served acceptance is not what the training forward says of the same texts."""

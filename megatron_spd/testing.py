@@ -27,7 +27,7 @@ from megatron_spd import comm
 from megatron_spd.errors import CommError
 
 _GRACE_S = 1.0
-_PRELOADED = ["torch", "torch.distributed", "megatron_spd.comm"]
+_PRELOADED = ["torch", "torch.distributed", "megatron_spd.inference.engine"]
 
 
 @dataclass

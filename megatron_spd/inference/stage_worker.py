@@ -6,15 +6,17 @@ There is no broadcast, no barrier and no command besides the wave's own header.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_spd.kv_rows import KvRows
-from megatron_spd.model.stage import TargetStage
 from megatron_spd.sampling import SamplingParams, choose
 from megatron_spd.wave import WaveHeader
+
+if TYPE_CHECKING:
+    from megatron_spd.model.stage import TargetStage
 
 
 @dataclass(frozen=True, kw_only=True)
