@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_spd.checkpoint.atomic import write_atomic
 from megatron_spd.errors import CheckpointError
+
+_HEX_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
@@ -46,11 +49,27 @@ class Tokenizer:
             ids = [int(token) for token in self._auto.encode(text, add_special_tokens=False)]
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; control tokens give nothing."""
+    def indispensable_ids(self) -> list[int]:
+        """Ids that every draft vocabulary must hold: specials, and the tokens of single bytes."""
         if self._pieces is not None:
-            return str(self._pieces.decode([int(token) for token in ids]))
-        return str(self._auto.decode(list(ids), skip_special_tokens=True))
+            kinds = ("is_control", "is_unknown", "is_byte")
+            tests = [getattr(self._pieces, kind) for kind in kinds]
+            return [token for token in range(self.vocab_size) if any(test(token) for test in tests)]
+        tokens = self._auto.convert_ids_to_tokens(list(range(self.vocab_size)))
+        spelled = [token for token, piece in enumerate(tokens) if _HEX_BYTE.fullmatch(piece or "")]
+        # a byte-level vocabulary spells each byte as one character of an alphabet of its own
+        bytes_ = spelled or [token for token, piece in enumerate(tokens) if len(piece or "") == 1]
+        return sorted({*self._auto.all_special_ids, *bytes_})
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids; control tokens give nothing.
+
+        A target's vocabulary may be padded beyond its tokenizer's: such ids give nothing either.
+        """
+        known = [int(token) for token in ids if token < self.vocab_size]
+        if self._pieces is not None:
+            return str(self._pieces.decode(known))
+        return str(self._auto.decode(known, skip_special_tokens=True))
 
 
 def train_sentencepiece(texts: Iterable[str], path: str | Path, vocab_size: int) -> None:
