@@ -5,6 +5,7 @@ Nothing here is used where CUDA is present. The patches last for the life of the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -17,6 +18,13 @@ from megatron_spd.errors import CompatError
 MEGATRON_VERSION = "0.16"
 
 _applied: list[object] = []
+
+# What Megatron-core says of itself on import and for every configuration, whatever its user does.
+for _message in (
+    "(Transformer Engine and Apex are|Apex is) not installed",
+    "full scope is deprecated. Use empty cuda_graph_scope",
+):
+    warnings.filterwarnings("ignore", message=_message, module=r"megatron\.core\.")
 
 
 class CpuFactories(TorchFunctionMode):

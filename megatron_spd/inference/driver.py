@@ -14,6 +14,7 @@ from megatron_spd.errors import ScheduleError
 from megatron_spd.inference.drafter import Drafter
 from megatron_spd.inference.links import DriverLinks
 from megatron_spd.inference.requests import Request, Result, TextEnd
+from megatron_spd.inference.timeline import Timeline
 from megatron_spd.sampling import SamplingParams
 from megatron_spd.schedule.machine import Machine, Wave
 from megatron_spd.stage_plan import StagePlan
@@ -55,6 +56,7 @@ class Driver:
     ) -> None:
         self.machine = Machine(plan.num_stages, num_rows, chunk_tokens=chunk_tokens)
         self.drafter = drafter
+        self.timeline: Timeline | None = None
         self._plan, self._links = plan, links
         self._max_positions, self._decode = max_positions, decode
         self._open: dict[int, _Open] = {}
@@ -82,6 +84,8 @@ class Driver:
         wave, cycle = self.machine.emit(), self.machine.cycle - 1
         if wave is not None:
             self._waves[wave.number] = wave
+            if self.timeline is not None:
+                self.timeline.record(wave)
             self._links.emit(WaveHeader.of(wave, self._sampling))
         self._links.step_local(cycle)
         self._observe(cycle - 1)
@@ -104,7 +108,10 @@ class Driver:
         if wave is None:
             return []
         ended: list[tuple[int, Result]] = []
-        for commit in self.machine.answer(self._links.tokens(wave.number)):
+        commits = self.machine.answer(self._links.tokens(wave.number))
+        if self.timeline is not None:
+            self.timeline.commit(commits)
+        for commit in commits:
             current = self._open[commit.request]
             if current.end.add(commit.token):
                 ended.append((commit.request, self._finish(commit.request, current)))

@@ -16,10 +16,8 @@ from megatron_spd.checkpoint.stage_weights import load_embedding, load_stage
 from megatron_spd.inference.drafter import Drafter, ModuleDrafter
 from megatron_spd.inference.driver import Driver
 from megatron_spd.inference.links import DriverLinks, run_stage
-from megatron_spd.inference.stage_worker import TargetCompute
+from megatron_spd.inference.stage_worker import StageCompute, TargetCompute
 from megatron_spd.kv_rows import KvRows
-from megatron_spd.model.parallel import init_single_rank
-from megatron_spd.model.stage import TargetStage
 from megatron_spd.speculation.config import ModuleConfig
 from megatron_spd.speculation.module import SpeculationModule
 from megatron_spd.stage_plan import StagePlan
@@ -81,12 +79,37 @@ def build_stage(
 
     Needs Megatron's parallel state (`model.parallel.init_single_rank`).
     """
+    from megatron_spd.model.stage import TargetStage  # Megatron loads in the ranks alone: seconds
+
     dtype = options.dtype_of(folder.spec)
-    model = TargetStage(folder.spec, plan, stage, dtype)
+    model = TargetStage(folder.spec, plan, stage, dtype, initialize=False)
     model.load_state_dict(load_stage(folder, plan, stage, dtype))
     model.eval()
     kv = options.pool(folder.spec, plan, len(plan.layers_of(stage)), folder.spec)
     return TargetCompute(model, kv, is_last=stage == plan.num_stages - 1)
+
+
+def join_plan(plan: StagePlan) -> None:
+    """Meet the other ranks under this plan; the first thing that every rank does.
+
+    The ranks must have met (`comm.init_ranks`). A second call does no harm if all ranks make it.
+
+    Raises:
+        CommError: the plan needs other ranks, or the ranks hold different plans.
+    """
+    from megatron_spd.model.parallel import init_single_rank
+
+    comm.name_stages(plan)
+    comm.exchange_fingerprints(plan.fingerprint)
+    init_single_rank()  # makes process groups, so every rank must take part
+
+
+def build_compute(
+    folder: HfFolder, plan: StagePlan, options: EngineOptions
+) -> TargetCompute | None:
+    """This rank's stage after `join_plan`; None on a rank that has only the module."""
+    stage = plan.roles_of(comm.current_world().rank).stage
+    return None if stage is None else build_stage(folder, plan, stage, options)
 
 
 def decode_on_ranks(
@@ -97,24 +120,31 @@ def decode_on_ranks(
     drafter: Callable[[], Drafter],
     decode: Callable[[Sequence[int]], str],
     work: Callable[[Driver], T],
+    compute: StageCompute | None = None,
 ) -> T | None:
     """Run this rank's part of the plan. The ranks must have met (`comm.init_ranks`).
+
+    Args:
+        folder: the target.
+        plan: the plan, the same on every rank.
+        options: sizes of the engine.
+        drafter: makes the drafter, on the module's rank.
+        decode: token ids -> text.
+        work: what to decode, on the module's rank.
+        compute: this rank's stage if it is loaded already (`build_compute`).
 
     Returns what `work` returns on the module's rank, None on the others.
 
     Raises:
         CommError: the ranks hold different plans, or a peer dies.
     """
-    comm.name_stages(plan)
-    comm.exchange_fingerprints(plan.fingerprint)
-    init_single_rank()  # makes process groups, so every rank must take part
-    rank = comm.current_world().rank
-    roles = plan.roles_of(rank)
+    join_plan(plan)
+    compute = compute or build_compute(folder, plan, options)
+    roles = plan.roles_of(comm.current_world().rank)
     wire = options.wire(folder.spec, plan)
-    compute = None if roles.stage is None else build_stage(folder, plan, roles.stage, options)
     if not roles.module:
         if roles.stage is None or compute is None:
-            raise AssertionError(f"rank {rank} has no role")
+            raise AssertionError(f"{roles} has nothing to run")
         run_stage(plan, roles.stage, wire, compute)
         return None
     links = DriverLinks(plan, wire, compute)

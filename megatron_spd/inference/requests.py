@@ -9,6 +9,9 @@ from megatron_spd.errors import ConfigError
 from megatron_spd.sampling import SamplingParams
 from megatron_spd.schedule.machine import Counters
 
+_SLACK = 12
+"""Characters at a cut that may decode otherwise there: a lost space, the bytes of one character."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -81,13 +84,14 @@ class TextEnd:
     ) -> None:
         self._request, self._decode = request, decode
         self._room = limit - len(request.prompt_ids)
+        self._reach = max((len(text) for text in request.stop), default=0) + _SLACK
         self.ids: list[int] = []
         self.reason: str | None = None
 
     def add(self, token: int) -> bool:
         """Take one committed token; True when the text ends with it."""
         self.ids.append(token)
-        if token in self._request.eos_ids or self._stop_at() is not None:
+        if token in self._request.eos_ids or self._stopped():
             self.reason = "stop"
         elif len(self.ids) >= self._room:
             self.reason = "length"
@@ -98,6 +102,21 @@ class TextEnd:
         ids = self.ids[:-1] if self.ids and self.ids[-1] in self._request.eos_ids else self.ids
         cut = self._stop_at()
         return self._decode(ids)[:cut]
+
+    def _stopped(self) -> bool:
+        """Whether the newest token completes a stop string.
+
+        Only the text's end is decoded: the newest token behind enough others to hold all that a
+        stop string which it completes can begin with. What is found there is looked up in the whole
+        text, because an end may decode otherwise than as a part of it.
+        """
+        if not self._request.stop:
+            return False
+        size = self._reach
+        while size < len(self.ids) and len(self._decode(self.ids[-size - 1 : -1])) < self._reach:
+            size *= 2  # tokens without text of their own: controls, bytes of one character
+        end = self._decode(self.ids[-size - 1 :])
+        return any(stop in end for stop in self._request.stop) and self._stop_at() is not None
 
     def _stop_at(self) -> int | None:
         if not self._request.stop:

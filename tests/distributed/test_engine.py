@@ -2,13 +2,15 @@
 
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_spd.checkpoint.artifact import ArtifactMeta
 from megatron_spd.checkpoint.hf_folder import HfFolder
@@ -25,6 +27,7 @@ from megatron_spd.inference.engine import (
 from megatron_spd.inference.reference import decode_plain
 from megatron_spd.inference.requests import Request
 from megatron_spd.model.parallel import init_single_rank
+from megatron_spd.model.stage import TargetStage
 from megatron_spd.sampling import SamplingParams
 from megatron_spd.speculation.config import ModuleConfig
 from megatron_spd.speculation.module import SpeculationModule
@@ -40,50 +43,57 @@ SAMPLINGS = (
     SamplingParams(temperature=0.7, top_p=0.9, seed=7),
 )
 NEW_TOKENS = 10
+NUM_PROMPTS = 2
 
 needs_stories = pytest.mark.skipif(
     not STORIES.exists(), reason="needs shared/models/stories260k beside the project"
 )
 
 
-def requests(num_prompts: int) -> list[Request]:
+def requests(num_prompts: int = NUM_PROMPTS, new_tokens: int = NEW_TOKENS) -> list[Request]:
     tokenizer = Tokenizer(STORIES)
     lines = PROMPTS.read_text().splitlines()[:num_prompts]
     prompts = [tokenizer.encode(json.loads(line)["turns"][0]) for line in lines]
     return [
-        Request(prompt_ids=tuple(ids), max_new_tokens=NEW_TOKENS, sampling=sampling)
+        Request(prompt_ids=tuple(ids), max_new_tokens=new_tokens, sampling=sampling)
         for ids in prompts
         for sampling in SAMPLINGS
     ]
 
 
-def plain(num_prompts: int) -> list[tuple[int, ...]]:
+def plain(rank: int, asked: list[Request]) -> list[tuple[int, ...]]:
     init_single_rank()
-    folder = HfFolder(STORIES)
-    plan = StagePlan.even(5, 1)
-    stage = build_stage(folder, plan, 0, EngineOptions())
+    stage = build_stage(HfFolder(STORIES), StagePlan.even(5, 1), 0, EngineOptions())
     return [
         decode_plain([stage], request, max_positions=512, decode=str, request_id=number).ids
-        for number, request in enumerate(requests(num_prompts))
+        for number, request in enumerate(asked)
     ]
 
 
-def plain_on_a_rank(rank: int, num_prompts: int) -> list[tuple[int, ...]]:
-    return plain(num_prompts)
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[int, ...]]:
+    """The target's own text of every request, then that of the one long request."""
+    found: list[tuple[int, ...]] = run_ranks(plain, 1, ([*requests(), long_request()],))[0]
+    return found
 
 
 def decode_scripted(
-    rank: int, plan_json: str, num_prompts: int, expected: list[tuple[int, ...]]
+    rank: int, plans: list[str], expected: list[tuple[int, ...]]
+) -> list[list[dict[str, Any]] | None]:
+    """Several plans of one world size, one after the other in the same processes."""
+    return [_decode_scripted(StagePlan.from_json(plan), expected) for plan in plans]
+
+
+def _decode_scripted(
+    plan: StagePlan, expected: list[tuple[int, ...]]
 ) -> list[dict[str, Any]] | None:
-    plan = StagePlan.from_json(plan_json)
-    asked = requests(num_prompts)
     script = ScriptedDrafter(1.0, vocab_size=512)
 
     def work(driver: Driver) -> list[dict[str, Any]]:
         found = []
         for share in (1.0, 0.0, 0.3):
             script.right_share = share
-            for request, ids in zip(asked, expected, strict=True):
+            for request, ids in zip(requests(), expected, strict=True):
                 start = len(request.prompt_ids)
                 script.text = {start + place: token for place, token in enumerate(ids)}
                 result = driver.run(request)
@@ -91,31 +101,49 @@ def decode_scripted(
         driver.machine.check_integrity()
         return found
 
-    folder = HfFolder(STORIES)
-    return decode_on_ranks(
-        folder, plan, EngineOptions(chunk_tokens=8), drafter=lambda: script, decode=str, work=work
-    )
+    folder, options = HfFolder(STORIES), EngineOptions(chunk_tokens=8)
+    return decode_on_ranks(folder, plan, options, drafter=lambda: script, decode=str, work=work)
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = run_ranks(plain_on_a_rank, 1, (2,))[0]
-    return found
+def placed(*bounds: int, module_rank: int | None = None, own_rank: bool = False) -> StagePlan:
+    plan = StagePlan.from_bounds(bounds, module_own_rank=own_rank)
+    return plan if module_rank is None else replace(plan, taps=(0, 1, 5), module_rank=module_rank)
+
+
+PLANS = {
+    1: [placed(0, 5)],
+    2: [placed(0, 5, own_rank=True), placed(0, 2, 5)],
+    3: [
+        placed(0, 2, 5, own_rank=True),
+        placed(0, 1, 3, 5),
+        placed(0, 1, 3, 5, module_rank=1),
+        placed(0, 1, 3, 5, module_rank=2),
+    ],
+    4: [placed(0, 1, 3, 5, own_rank=True)],
+    5: [placed(0, 1, 2, 3, 4, 5)],
+    6: [placed(0, 1, 2, 3, 4, 5, own_rank=True)],
+}
+"""Plans by the ranks they need: the module beside each stage and on a rank of its own."""
 
 
 @needs_stories
-@pytest.mark.parametrize("own_rank", [False, True])
-@pytest.mark.parametrize("bounds", [(0, 5), (0, 2, 5), (0, 1, 3, 5), (0, 1, 2, 3, 4, 5)])
+@pytest.mark.parametrize("world_size", PLANS)
 def test_every_plan_and_drafter_writes_the_targets_text(
-    bounds: tuple[int, ...], own_rank: bool, expected: list[tuple[int, ...]]
+    world_size: int, expected: list[tuple[int, ...]]
 ) -> None:
-    plan = StagePlan.from_bounds(bounds, module_own_rank=own_rank)
-    found = run_ranks(decode_scripted, plan.world_size, (plan.to_json(), 2, expected))
-    results = found[plan.module_rank]
+    plans, texts = PLANS[world_size], expected[:-1]
+    assert all(plan.world_size == world_size for plan in plans)
+    found = run_ranks(decode_scripted, world_size, ([plan.to_json() for plan in plans], texts))
+    for place, plan in enumerate(plans):
+        check_scripted(plan, found[plan.module_rank][place], texts)
+
+
+def check_scripted(
+    plan: StagePlan, results: list[dict[str, Any]], expected: list[tuple[int, ...]]
+) -> None:
     num_stages, committed = plan.num_stages, NEW_TOKENS - 1
-    assert len(results) == 3 * len(expected)
-    for place, result in enumerate(results):
-        assert tuple(result["ids"]) == expected[place % len(expected)]
+    assert [tuple(result["ids"]) for result in results] == expected * 3
+    for result in results:
         if result["share"] == 1.0:
             assert result["cycles"] == committed + num_stages - 1
             assert (result["accepted"], result["rejected"]) == (committed, 0)
@@ -124,25 +152,31 @@ def test_every_plan_and_drafter_writes_the_targets_text(
             assert (result["accepted"], result["rejected"]) == (0, committed)
 
 
-@needs_stories
-@pytest.mark.parametrize("module_rank", [1, 2])
-def test_the_module_may_live_beside_any_stage(
-    module_rank: int, expected: list[tuple[int, ...]]
-) -> None:
-    plan = StagePlan(
-        bounds=(0, 1, 3, 5), taps=(0, 1, 5), stage_ranks=(0, 1, 2), module_rank=module_rank
-    )
-    results = run_ranks(decode_scripted, 3, (plan.to_json(), 2, expected))[module_rank]
-    assert [tuple(result["ids"]) for result in results] == expected * 3
+# ---- rows: what the module reads while it serves is what it reads while it is trained
+
+LONG = 64
+ROWS_PLAN = (0, 1, 3, 5)
 
 
-def decode_with_random_module(
-    rank: int, plan_json: str, expected: list[tuple[int, ...]]
-) -> list[dict[str, Any]] | None:
-    """The real drafter with untrained weights: nearly always wrong, so the pipe keeps refilling."""
-    plan = StagePlan.from_json(plan_json)
-    folder = HfFolder(STORIES)
-    spec, options = folder.spec, EngineOptions(chunk_tokens=8)
+def long_request() -> Request:
+    return requests(1, LONG)[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """One draft as it was served."""
+
+    tokens: list[int]
+    """The committed text up to the root, then the tokens in flight behind it."""
+    features: Tensor
+    """[F, H], root first."""
+    depths: tuple[int, ...]
+    logits: Tensor
+
+
+def random_module(folder: HfFolder, plan: StagePlan) -> SpeculationModule:
+    """Random layers, and a head over a shuffled part of the vocabulary."""
+    spec = folder.spec
     torch.manual_seed(0)
     config = ModuleConfig(
         hidden_size=spec.hidden_size,
@@ -156,57 +190,109 @@ def decode_with_random_module(
         rope=spec.rope,
         aggregator="shared",
         head="linear",
-        draft_vocab_size=spec.vocab_size,
+        draft_vocab_size=spec.vocab_size - 12,
         bounds=plan.bounds,
         taps=plan.taps,
     )
-    module = SpeculationModule(config, plan)
+    module = SpeculationModule(config, plan, torch.randperm(spec.vocab_size)[:-12])
     module.init_from_target(load_head(folder), load_final_norm(folder))
+    return module
+
+
+def serve_module(
+    rank: int, plan_json: str, short: list[tuple[int, ...]], text: tuple[int, ...]
+) -> dict[str, Any] | None:
+    """Decodes with a module whose drafts are helped to the truth half of the time."""
+    plan, folder = StagePlan.from_json(plan_json), HfFolder(STORIES)
+    module, options = random_module(folder, plan), EngineOptions(chunk_tokens=8)
     meta = ArtifactMeta.of(
-        folder, plan, module=config.to_dict(), draft_ids=module.draft_ids.tolist()
+        folder, plan, module=module.config.to_dict(), draft_ids=module.draft_ids.tolist()
     )
-    seen: list[DraftRows] = []
+    request, coin, seen = long_request(), random.Random(3), list[Moment]()
+    whole = [*request.prompt_ids, *text]
+
+    def help_and_keep(rows: DraftRows) -> None:
+        committed = whole[: rows.path[0].position + 1]
+        tokens = [*committed, *(node.token for node in rows.path[1:])]
+        seen.append(
+            Moment(
+                tokens=tokens,
+                features=rows.features.clone(),
+                depths=rows.depths,
+                logits=rows.logits.clone(),
+            )
+        )
+        truth = (module.draft_ids == whole[rows.newest.position + 1]).nonzero()
+        if len(truth) and coin.random() < 0.5:
+            rows.logits[int(truth)] += 1000.0  # the very tensor that the draft is chosen from
+
+    made: list[ModuleDrafter] = []
 
     def drafter() -> ModuleDrafter:
-        made = build_module_drafter(folder, plan, options, meta, module.state_dict())
-        made.on_rows = seen.append
-        return made
+        made.append(build_module_drafter(folder, plan, options, meta, module.state_dict()))
+        return made[0]
 
-    def work(driver: Driver) -> list[dict[str, Any]]:
-        found = []
-        for request in requests(2):
-            seen.clear()
-            result = driver.run(request)
-            worst = max(_difference_from_training(module, folder, result.ids, request, seen))
-            found.append({"ids": result.ids, "difference": worst, **asdict(result.counters)})
-        return found
+    def work(driver: Driver) -> dict[str, Any]:
+        shorts = [driver.run(short_request).ids for short_request in requests()]
+        made[0].on_rows = help_and_keep
+        result = driver.run(request)
+        differences = {fault: compare(module, folder, seen, fault) for fault in FAULTS}
+        return {
+            "same": shorts == short and result.ids == text,
+            "moments": seen,
+            "differences": differences,
+            **asdict(result.counters),
+        }
 
     return decode_on_ranks(folder, plan, options, drafter=drafter, decode=str, work=work)
 
 
-def _difference_from_training(
-    module: SpeculationModule,
-    folder: HfFolder,
-    ids: tuple[int, ...],
-    request: Request,
-    seen: list[DraftRows],
-) -> Iterator[float]:
-    """|served - trained| draft logits at each moment, the trained ones from the whole text."""
+def compare(
+    module: SpeculationModule, folder: HfFolder, seen: Sequence[Moment], fault: str
+) -> tuple[float, float]:
+    """Largest |served - trained| feature and draft logit; the trained ones in one batch."""
     whole = StagePlan.from_bounds((0, 5), taps=module.plan.taps)
     stage = build_stage(folder, whole, 0, EngineOptions()).model
-    for rows in seen:
-        committed = [*request.prompt_ids, *ids][: rows.path[0].position + 1]
-        tokens = torch.tensor([[*committed, *(node.token for node in rows.path[1:])]])
-        positions = torch.arange(tokens.shape[1])[None]
-        documents, fill = torch.zeros_like(positions), torch.full_like(positions, len(rows.path))
-        with torch.no_grad():
-            embedded = stage.embed(tokens)
-            taps = stage.forward_text(embedded, positions, documents).taps
-            moments = module.forward_moments(
-                torch.stack([embedded, *taps], dim=2), positions, documents, fill
+    lengths = torch.tensor([len(moment.tokens) for moment in seen])
+    tokens = torch.zeros(len(seen), int(lengths.max()), dtype=torch.int64)
+    for place, moment in enumerate(seen):
+        tokens[place, : len(moment.tokens)] = torch.tensor(moment.tokens)
+    index = torch.arange(tokens.shape[1]).expand_as(tokens)
+    documents = torch.where(index < lengths[:, None], 0, -1)
+    fill = torch.tensor([len(moment.depths) for moment in seen])[:, None].expand_as(tokens)
+    with torch.no_grad():
+        embedded = stage.embed(tokens)
+        taps = torch.stack([embedded, *stage.forward_text(embedded, index, documents).taps], dim=2)
+        taps = FAULTS[fault](taps, stage)
+        hidden = module.forward_moments(taps, index, documents, fill).hidden[:, :, 0]
+        trained = module.logits(hidden[torch.arange(len(seen)), lengths - 1])
+        if fault == "permuted draft ids":
+            trained = trained[:, torch.randperm(trained.shape[1])]
+        served = torch.stack([moment.logits for moment in seen])
+        features = max(
+            float((module.features(taps[place, at], depth) - row).abs().max())
+            for place, moment in enumerate(seen)
+            for row, depth, at in zip(
+                moment.features,
+                moment.depths,
+                range(len(moment.tokens) - len(moment.depths), len(moment.tokens)),
+                strict=True,
             )
-            trained = module.logits(moments.hidden[0, -1, 0])
-        yield float((trained - rows.logits).abs().max())
+        )
+    return features, float((served - trained).abs().max())
+
+
+def final_norm_on_last_tap(taps: Tensor, stage: TargetStage) -> Tensor:
+    return torch.cat([taps[:, :, :-1], stage.final_norm(taps[:, :, -1:])], dim=2)
+
+
+FAULTS: dict[str, Callable[[Tensor, TargetStage], Tensor]] = {
+    "none": lambda taps, stage: taps,
+    "position shifted by one": lambda taps, stage: taps.roll(1, dims=1),
+    "final norm on the last tap": final_norm_on_last_tap,
+    "permuted draft ids": lambda taps, stage: taps,
+}
+"""What a test of rows must notice, each done to the trained side."""
 
 
 @needs_stories
@@ -214,9 +300,13 @@ def _difference_from_training(
 def test_the_module_is_served_the_rows_it_is_trained_on(
     own_rank: bool, expected: list[tuple[int, ...]]
 ) -> None:
-    plan = StagePlan.from_bounds((0, 1, 3, 5), module_own_rank=own_rank)
-    found = run_ranks(decode_with_random_module, plan.world_size, (plan.to_json(), expected))
-    results = found[plan.module_rank]
-    assert [tuple(result["ids"]) for result in results] == expected
-    assert sum(result["rejected"] for result in results) > 10
-    assert max(result["difference"] for result in results) < 1e-4
+    plan = placed(*ROWS_PLAN, own_rank=own_rank)
+    args = (plan.to_json(), expected[:-1], expected[-1])
+    found = run_ranks(serve_module, plan.world_size, args)[plan.module_rank]
+    assert found["same"]
+    assert found["accepted"] > 10
+    assert found["rejected"] > 10
+    assert {len(moment.depths) for moment in found["moments"]} == {1, 2, 3}
+    assert max(found["differences"]["none"]) < 1e-5
+    for fault in FAULTS:
+        assert fault == "none" or max(found["differences"][fault]) > 1e-2, fault
