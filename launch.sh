@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# ./launch.sh quickstart             the main job on this machine, without a download; then a report
 # ./launch.sh test                   format, lint, types and tests
 # ./launch.sh SUBCOMMAND ARGS...     megatron-spd SUBCOMMAND ARGS...
 #

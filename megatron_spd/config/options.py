@@ -261,14 +261,28 @@ class QuickstartOptions:
 
     output: str = "spd-quickstart"
     """Folder for the tokenizer, the target, the module, the report and the pictures."""
-    num_joint_steps: int = 300
+    text_bytes: int = 3_000_000
+    """Python sources of the standard library to learn from."""
+    vocab_size: int = 1024
+    """Tokens of the tokenizer."""
+    num_layers: int = 8
+    """Decoder layers of the target."""
+    hidden_size: int = 128
+    """Width of the target; a multiple of 64."""
+    num_stages: int = 4
+    """Stages, and ranks, that decode."""
+    num_joint_steps: int = 400
     """Steps that train the target together with a module, over 2 ranks."""
+    num_texts: int = 192
+    """Texts that the trained target writes for its module to learn from."""
     num_distill_steps: int = 150
-    """Steps that train the module of the 4 stages on text the target wrote."""
-    num_prompts: int = 4
+    """Steps that train the module of the stages on text the target wrote."""
+    num_prompts: int = 8
     """Held-out prompts to decode."""
-    max_new_tokens: int = 64
+    max_new_tokens: int = 96
     """Tokens to write for each."""
+    temperature: float = 0.7
+    """Of the decoding; 0 is greedy, where a target this small repeats itself."""
     seed: int = 0
     """Seed of everything."""
 
@@ -276,12 +290,26 @@ class QuickstartOptions:
         _at_least(
             "quickstart",
             self,
+            text_bytes=100_000,
+            vocab_size=300,
+            num_layers=2,
+            hidden_size=64,
+            num_stages=1,
             num_joint_steps=1,
+            num_texts=1,
             num_distill_steps=1,
             num_prompts=1,
             max_new_tokens=2,
+            temperature=0,
             seed=0,
         )
+        if self.hidden_size % 64:
+            raise ConfigError(f"quickstart.hidden_size ({self.hidden_size}) must be 64, 128, ...")
+        if self.num_stages > self.num_layers:
+            raise ConfigError(
+                f"quickstart.num_stages ({self.num_stages}) exceeds quickstart.num_layers "
+                f"({self.num_layers}); lower it"
+            )
 
 
 SECTIONS: dict[str, type[Any]] = {
