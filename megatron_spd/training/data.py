@@ -39,15 +39,19 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def read_documents(path: str | Path) -> list[str]:
+def read_documents(path: str | Path) -> list[str | list[int]]:
     """The non-empty documents of a .txt file (the whole file is one) or of a .jsonl file.
 
+    A .jsonl file has "text" or, for what a target wrote itself, "ids": token ids, used as they
+    are because text need not tokenize back to the ids it came from.
+
     Raises:
-        ConfigError: no such file, another ending, no "text" field, or nothing but blank text.
+        ConfigError: no such file, another ending, neither field, or nothing but blank text.
     """
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"train.data: no such file {path}")
+    datasets.disable_progress_bars()  # every rank reads the file, and would draw bars of its own
     with tempfile.TemporaryDirectory() as cache:
         if path.suffix == ".txt":
             rows = datasets.Dataset.from_text(
@@ -60,11 +64,15 @@ def read_documents(path: str | Path) -> list[str]:
                 raise ConfigError(f"train.data: {path} is not valid JSONL") from error
         else:
             raise ConfigError(f"train.data: {path} must end in .txt or .jsonl")
-        if "text" not in rows.column_names:
+        if "ids" in rows.column_names:
+            found = [ids for ids in rows["ids"] if ids]
+        elif "text" in rows.column_names:
+            found = [text for text in rows["text"] if text and text.strip()]
+        else:
             raise ConfigError(
-                f'train.data: {path} needs a "text" field a line, it has {rows.column_names}'
+                f'train.data: {path} needs a "text" or an "ids" field a line, it has '
+                f"{rows.column_names}"
             )
-        found = [text for text in rows["text"] if text and text.strip()]
     if not found:
         raise ConfigError(f"train.data: {path} holds no text")
     return found
@@ -103,12 +111,34 @@ class PackedText:
         path: str | Path,
         encode: Callable[[str], Sequence[int]],
         *,
+        vocab_size: int,
         sequence_tokens: int,
         seed: int,
     ) -> PackedText:
-        """The documents of a file; `encode` adds whatever special tokens a document gets."""
-        documents = [encode(text) for text in read_documents(path)]
+        """The documents of a file; `encode` adds whatever special tokens a text gets.
+
+        Raises:
+            ConfigError: see `read_documents`; or token ids outside the vocabulary.
+        """
+        documents: list[Sequence[int]] = [
+            encode(document) if isinstance(document, str) else document
+            for document in read_documents(path)
+        ]
+        largest = max(max(document) for document in documents if document)
+        smallest = min(min(document) for document in documents if document)
+        if smallest < 0 or largest >= vocab_size:
+            raise ConfigError(
+                f"train.data: {path} has token ids {smallest}..{largest}, the target's "
+                f"vocabulary is 0..{vocab_size - 1}; it was written with another tokenizer"
+            )
         return cls(documents, sequence_tokens=sequence_tokens, seed=seed)
+
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """How often each token occurs, int64 [vocab_size]."""
+        return sum(
+            (torch.bincount(piece, minlength=vocab_size) for piece in self._pieces),
+            start=torch.zeros(vocab_size, dtype=torch.int64),
+        )
 
     @property
     def rows_per_epoch(self) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from megatron_spd.errors import ScheduleError
+from megatron_spd.errors import ConfigError, ScheduleError
 from megatron_spd.speculation.losses import distillation_loss, fill_distribution
 from megatron_spd.training.data import PackedRows, seed_of
 from megatron_spd.training.pipeline import Arrived
@@ -67,7 +67,7 @@ class StepSums:
     """Sums over the rows of one or more micro-batches, for the log and the running acceptance."""
 
     loss: float = 0.0
-    """Sum of the rows' losses."""
+    """Weighted sum of the rows' losses."""
     rows: int = 0
     """Rows that the loss is a sum over, all depths."""
     drafts: int = 0
@@ -116,8 +116,31 @@ def count_rows(rows: PackedRows, fill: Tensor, num_stages: int) -> int:
     return found
 
 
+def check_depth_weights(weights: Sequence[float], num_stages: int) -> None:
+    """Refuses weights that are not one for each depth; none at all is fine.
+
+    Raises:
+        ConfigError: naming both counts.
+    """
+    if weights and len(weights) != num_stages:
+        raise ConfigError(
+            f"train.depth_weights has {len(weights)} weights, the plan has {num_stages} stages "
+            "and so as many depths; give one for each"
+        )
+
+
 class Distillation(nn.Module):
-    """The module with its loss, for the DeepSpeed engine; no parameters but the module's."""
+    """The module with its loss, for the DeepSpeed engine; no parameters but the module's.
+
+    Args:
+        module: the module to train.
+        row_loss: loss of its rows.
+        num_stages: depths that it is trained at.
+        depth_weights: weight of the loss of each depth's rows; empty weighs them alike.
+
+    Raises:
+        ConfigError: not one weight for each depth.
+    """
 
     def __init__(
         self,
@@ -125,15 +148,18 @@ class Distillation(nn.Module):
         row_loss: RowLossFunction,
         *,
         num_stages: int,
+        depth_weights: Sequence[float] = (),
     ) -> None:
         super().__init__()
         self.module = module
         self.num_stages = num_stages
+        self.depth_weights = tuple(depth_weights) or (1.0,) * num_stages
+        check_depth_weights(self.depth_weights, num_stages)
         self._row_loss = (row_loss,)
         self.sums = StepSums()
 
     def forward(self, arrived: Arrived, fill: Tensor, acceptance: float, total_rows: int) -> Tensor:
-        """This micro-batch's share of the step's mean loss; adds to `sums`.
+        """This micro-batch's share of the step's mean weighted loss; adds to `sums`.
 
         Args:
             fill: int64 [B, S], tokens in flight at each moment.
@@ -151,15 +177,15 @@ class Distillation(nn.Module):
         if len(batch) != expected:
             raise ScheduleError(f"the module has {len(batch)} rows to train, expected {expected}")
         loss, agreed = arrived.hidden.new_zeros((), dtype=torch.float32), 0
-        for newest in (True, False):
-            part = ((depth == 0) == newest).nonzero()[:, 0]
-            if not len(part):
+        for at_depth, weight in enumerate(self.depth_weights):
+            part = (depth == at_depth).nonzero()[:, 0]
+            if not len(part) or not weight:
                 continue
             at = batch[part], moment[part], depth[part]
             student = moments.hidden[at]
             result = self._row_loss[0](student, arrived.hidden[at[0], at[1] - at[2]], acceptance)
-            loss = loss + result.loss
-            agreed = result.agreed if newest else agreed
+            loss = loss + weight * result.loss
+            agreed = result.agreed if at_depth == 0 else agreed
         self.sums += StepSums(
             loss=float(loss.detach()),
             rows=expected,
@@ -184,7 +210,7 @@ def row_loss_of(
             student,
             module.logits,
             teacher,
-            teacher_logits,
+            torch.no_grad()(teacher_logits),
             module.draft_ids,
             torch.ones(len(student), device=student.device),
             kind=kind,

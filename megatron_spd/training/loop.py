@@ -1,16 +1,13 @@
-"""The training loop: one call a rank, the same on every rank; the last stage holds the module."""
+"""The loop of distillation: one call a rank; the last stage holds the module, the only learner."""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_spd import comm
@@ -18,6 +15,7 @@ from megatron_spd.config import TrainOptions
 from megatron_spd.errors import ConfigError
 from megatron_spd.stage_plan import StagePlan
 from megatron_spd.training import checkpointing
+from megatron_spd.training.checkpointing import RunState
 from megatron_spd.training.data import PackedRows, PackedText
 from megatron_spd.training.distill import (
     START_ACCEPTANCE,
@@ -25,6 +23,15 @@ from megatron_spd.training.distill import (
     DrawnStep,
     StepSums,
     next_acceptance,
+)
+from megatron_spd.training.engine import (
+    ModelRanks,
+    check_finite,
+    check_updated,
+    optimizer_state,
+    restore_optimizer,
+    set_learning_rate,
+    start_engine,
 )
 from megatron_spd.training.pipeline import Arrived, StreamedStage, stream
 
@@ -43,6 +50,8 @@ class StepReport:
     """Running acceptance after the step."""
     learning_rate: float
     num_rows: int
+    target_loss: float | None = None
+    """The target's own mean loss a token, in joint mode."""
 
 
 def learning_rate_at(options: TrainOptions, step: int) -> float:
@@ -54,6 +63,83 @@ def learning_rate_at(options: TrainOptions, step: int) -> float:
     return options.learning_rate * (0.55 + 0.45 * math.cos(math.pi * min(done, 1.0)))
 
 
+def batches_of(text: PackedText, options: TrainOptions, step: int) -> list[PackedRows]:
+    """The micro-batches of a step, the same on every rank."""
+    size, count = options.micro_batch_size, options.num_micro_batches
+    return [text.rows((step * count + index) * size, size) for index in range(count)]
+
+
+def check_roles(
+    stage: StreamedStage,
+    distillation: Distillation | None,
+    options: TrainOptions,
+    plan: StagePlan,
+    *,
+    joint: bool,
+) -> None:
+    """Refuses what cannot train: the one place that knows which stages and options go together.
+
+    Raises:
+        ConfigError: the stage, the options and the caller do not agree on whether the target
+            learns; the plan reads taps that the stages do not give; the module is on a wrong rank.
+    """
+    if not stage.trainable == options.joint == joint:
+        raise ConfigError(
+            f"train.joint is {options.joint}, the stage is "
+            f"{'trainable' if stage.trainable else 'frozen'}: joint training is train_jointly over "
+            "trainable stages, distillation is distill over frozen ones"
+        )
+    if plan.taps != stage.plan.taps:
+        raise ConfigError(f"the module reads taps {plan.taps}, the stages give {stage.plan.taps}")
+    if stage.is_last != (distillation is not None):
+        raise ConfigError("the last stage, and no other, holds the module")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run is, apart from how far it is."""
+
+    text: PackedText
+    options: TrainOptions
+    plan: StagePlan
+    cut: StagePlan | None = None
+    """How the trained target is cut; None while it is frozen."""
+    target_hash: str = ""
+
+    def state(self, step: int, acceptance: float) -> RunState:
+        """Its state after `step` steps."""
+        options = self.options
+        return RunState(
+            step=step,
+            rows_consumed=step * options.num_micro_batches * options.micro_batch_size,
+            acceptance=acceptance,
+            plan_fingerprint=self.plan.fingerprint,
+            cut_fingerprint=self.cut.fingerprint if self.cut else "",
+            data_fingerprint=self.text.fingerprint,
+            target_hash=self.target_hash,
+            options=checkpointing.options_of(options),
+        )
+
+    def drawn(self, batches: Sequence[PackedRows], step: int, acceptance: float) -> DrawnStep:
+        """What is random in the step."""
+        return DrawnStep.draw(
+            batches,
+            acceptance=acceptance,
+            num_stages=self.plan.num_stages,
+            seed=self.options.seed,
+            step=step,
+        )
+
+    def end(self, stop_after: int | None) -> int:
+        """The step to stop after."""
+        steps = self.options.num_steps
+        return steps if stop_after is None else min(stop_after, steps)
+
+    def saves_at(self, step: int, end: int) -> bool:
+        """Whether a checkpoint is due after so many steps."""
+        return step % self.options.save_every_steps == 0 or step == end
+
+
 def distill(
     stage: StreamedStage,
     distillation: Distillation | None,
@@ -63,37 +149,36 @@ def distill(
     plan: StagePlan,
     stop_after: int | None = None,
     on_step: Callable[[StepReport], None] | None = None,
+    target_hash: str = "",
 ) -> list[StepReport]:
     """Trains the module up to `options.num_steps`, going on from the newest checkpoint in `output`.
 
-    Every rank calls it with its stage. The last stage passes the module's `distillation` and gets
-    the reports; the others pass None and get an empty list.
+    Every rank calls it with its frozen stage. The last stage passes the module's `distillation`
+    and gets the reports; the others pass None and get an empty list.
 
     Args:
         plan: the plan that the module is trained for; its taps are those of `stage.plan`.
         stop_after: ends early, with a checkpoint, after this many steps of the whole run.
         on_step: called on the last stage after each step.
+        target_hash: of the target's weights; a checkpoint of other weights is refused.
 
     Raises:
         ConfigError: joint mode, or a plan whose taps the pipeline does not produce.
         CheckpointError: the checkpoint belongs to another run.
+        SpdError: on the last stage, the loss or the gradient is not finite; the other ranks fail
+            as soon as they miss it.
     """
-    if options.joint:
-        raise ConfigError("train.joint is not available yet; distillation keeps the target frozen")
-    if plan.taps != stage.plan.taps:
-        raise ConfigError(f"the module reads taps {plan.taps}, the stages give {stage.plan.taps}")
-    is_last = stage.index == stage.plan.num_stages - 1
-    if is_last != (distillation is not None):
-        raise ConfigError("the last stage, and no other, holds the module")
-    trainer = None if distillation is None else Trainer(distillation, text, options, plan)
+    check_roles(stage, distillation, options, plan, joint=False)
+    run = Run(text=text, options=options, plan=plan, target_hash=target_hash)
+    trainer = None if distillation is None else Trainer(distillation, run)
     if trainer is not None:
         trainer.resume()
     # Only the last stage reads checkpoints, so that no file system need be shared.
     done = torch.tensor([0 if trainer is None else trainer.step])
     step = int(comm.sum_over_ranks(done))
     reports: list[StepReport] = []
-    last = options.num_steps if stop_after is None else min(stop_after, options.num_steps)
-    while step < last:
+    end = run.end(stop_after)
+    while step < end:
         batches = batches_of(text, options, step)
         if trainer is None:
             stream(stage, batches, _nothing)
@@ -102,60 +187,50 @@ def distill(
             reports.append(report)
             if on_step is not None:
                 on_step(report)
-            if (step + 1) % options.save_every_steps == 0 or step + 1 == last:
+            if run.saves_at(step + 1, end):
                 trainer.save()
         step += 1
     return reports
 
 
-def batches_of(text: PackedText, options: TrainOptions, step: int) -> list[PackedRows]:
-    """The micro-batches of a step, the same on every rank."""
-    size, count = options.micro_batch_size, options.num_micro_batches
-    return [text.rows((step * count + index) * size, size) for index in range(count)]
-
-
 class Trainer:
     """The last stage's side: the DeepSpeed engine, the running acceptance and the checkpoints."""
 
-    def __init__(
-        self,
-        distillation: Distillation,
-        text: PackedText,
-        options: TrainOptions,
-        plan: StagePlan,
-    ) -> None:
+    def __init__(self, distillation: Distillation, run: Run) -> None:
         self.distillation = distillation
-        self.text = text
-        self.options = options
-        self.plan = plan
+        self.run = run
         self.step = 0
         self.acceptance = START_ACCEPTANCE
-        self.engine = start_engine(distillation, options)
+        self.engine = start_engine(
+            distillation,
+            [part for part in distillation.parameters() if part.requires_grad],
+            run.options,
+            ModelRanks.alone(),
+            backwards=run.options.num_micro_batches,
+        )
 
     def train_step(self, stage: StreamedStage, batches: list[PackedRows]) -> StepReport:
-        """Streams the micro-batches of one step, trains on each as it arrives, and updates."""
-        options = self.options
-        rate = learning_rate_at(options, self.step)
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = rate
-        drawn = DrawnStep.draw(
-            batches,
-            acceptance=self.acceptance,
-            num_stages=self.plan.num_stages,
-            seed=options.seed,
-            step=self.step,
-        )
+        """Streams the micro-batches of one step, trains on each as it arrives, and updates.
+
+        Raises:
+            SpdError: the loss or the gradient is not finite.
+        """
+        rate = learning_rate_at(self.run.options, self.step)
+        set_learning_rate(self.engine, rate)
+        drawn = self.run.drawn(batches, self.step, self.acceptance)
         self.distillation.sums = StepSums()
 
         def consume(arrived: Arrived) -> None:
             share: Tensor = self.engine(
                 arrived, drawn.fills[arrived.index], self.acceptance, drawn.total_rows
             )
+            check_finite(self.step + 1, "loss", float(share.detach()))
             # The engine divides by the number of micro-batches; the shares already add up.
             (share * len(batches)).backward()
             self.engine.step()
 
         stream(stage, batches, consume)
+        check_updated(self.engine, self.step + 1)
         sums = self.distillation.sums
         self.acceptance = next_acceptance(self.acceptance, sums)
         self.step += 1
@@ -168,21 +243,13 @@ class Trainer:
             num_rows=sums.rows,
         )
 
-    def save(self) -> Path:
+    def save(self) -> None:
         """Writes the checkpoint of the current step."""
-        state = checkpointing.RunState(
-            step=self.step,
-            rows_consumed=self.step * _rows_per_step(self.options),
-            acceptance=self.acceptance,
-            seed=self.options.seed,
-            plan_fingerprint=self.plan.fingerprint,
-            data_fingerprint=self.text.fingerprint,
-        )
-        return checkpointing.save_checkpoint(
-            Path(self.options.output),
-            state,
+        checkpointing.save_checkpoint(
+            Path(self.run.options.output),
+            self.run.state(self.step, self.acceptance),
             self.distillation.module.state_dict(),
-            self.engine.optimizer.optimizer.state_dict(),
+            optimizer_state(self.engine),
         )
 
     def resume(self) -> None:
@@ -191,81 +258,15 @@ class Trainer:
         Raises:
             CheckpointError: it is damaged or belongs to another run.
         """
-        folder = checkpointing.latest_checkpoint(Path(self.options.output))
+        folder = checkpointing.latest_checkpoint(Path(self.run.options.output))
         if folder is None:
             return
         state = checkpointing.load_state(folder)
-        checkpointing.check_same_run(
-            folder,
-            state,
-            seed=self.options.seed,
-            rows_consumed=state.step * _rows_per_step(self.options),
-            plan_fingerprint=self.plan.fingerprint,
-            data_fingerprint=self.text.fingerprint,
-        )
+        checkpointing.check_same_run(folder, state, self.run.state(state.step, state.acceptance))
         tensors, optimizer = checkpointing.load_tensors(folder)
         self.distillation.module.load_state_dict(tensors)
-        zero = self.engine.optimizer
-        zero.refresh_fp32_params()
-        zero.optimizer.load_state_dict(optimizer)
+        restore_optimizer(self.engine, optimizer)
         self.step, self.acceptance = state.step, state.acceptance
-
-
-class _LastStage:
-    """What DeepSpeed asks of a Megatron mpu: one data-parallel rank, no tensor parallelism."""
-
-    def get_data_parallel_group(self) -> Any:
-        return parallel_state.get_data_parallel_group()
-
-    def get_data_parallel_rank(self) -> int:
-        return 0
-
-    def get_data_parallel_world_size(self) -> int:
-        return 1
-
-    def get_model_parallel_group(self) -> Any:
-        return parallel_state.get_tensor_model_parallel_group()
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-
-def start_engine(distillation: Distillation, options: TrainOptions) -> Any:
-    """A DeepSpeed engine over the module's parameters, on this rank alone."""
-    if not torch.cuda.is_available():
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed  # reads DS_ACCELERATOR when it is imported
-
-    config = {
-        "train_micro_batch_size_per_gpu": options.micro_batch_size,
-        "gradient_accumulation_steps": options.num_micro_batches,
-        "zero_optimization": {"stage": options.zero_stage},
-        "gradient_clipping": options.gradient_clip,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": options.learning_rate,
-                "weight_decay": options.weight_decay,
-                "torch_adam": True,
-            },
-        },
-        "steps_per_print": 10**9,
-    }
-    engine, *_ = deepspeed.initialize(
-        model=distillation,
-        model_parameters=[part for part in distillation.parameters() if part.requires_grad],
-        mpu=_LastStage(),
-        dist_init_required=False,
-        config=config,
-    )
-    return engine
-
-
-def _rows_per_step(options: TrainOptions) -> int:
-    return options.num_micro_batches * options.micro_batch_size
 
 
 def _nothing(_: Arrived) -> None:

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_spd import comm
 from megatron_spd.config import TrainOptions
-from megatron_spd.errors import CheckpointError, ConfigError
+from megatron_spd.errors import CheckpointError, CommError, ConfigError, SpdError
 from megatron_spd.model.stage import TargetStage
 from megatron_spd.speculation.config import ModuleConfig
 from megatron_spd.speculation.module import SpeculationModule
@@ -33,7 +34,7 @@ from megatron_spd.training.distill import (
     draw_fill,
     row_loss_of,
 )
-from megatron_spd.training.loop import batches_of, distill
+from megatron_spd.training.loop import StepReport, batches_of, distill
 from megatron_spd.training.pipeline import Arrived, StreamedStage, start_pipeline, stream
 
 HIDDEN, VOCAB, LAYERS = 8, 16, 6
@@ -186,8 +187,17 @@ def test_ten_steps_are_five_and_a_resume_and_five(tmp_path: Path, world: int) ->
     assert steps == ["step-00000005", "step-00000010"]
 
 
-def gradients(rank: int, world: int) -> dict[str, Tensor] | None:
+def gradients(rank: int, world: int) -> list[dict[str, Tensor]] | None:
+    """Of the stand-ins, then of the real stages and module."""
     _, streamed, model = parts_of(rank, world)
+    _, real, real_model = real_parts_of(rank, world)
+    if model is None or real_model is None:
+        assert gradients_of(streamed, None) is None and gradients_of(real, None) is None
+        return None
+    return [gradients_of(streamed, model) or {}, gradients_of(real, real_model) or {}]
+
+
+def gradients_of(streamed: StreamedStage, model: Distillation | None) -> dict[str, Tensor] | None:
     batches = batches_of(text(), options(""), 0)
     drawn = DrawnStep.draw(batches, acceptance=0.6, num_stages=PLAN.num_stages, seed=7, step=0)
 
@@ -203,10 +213,13 @@ def gradients(rank: int, world: int) -> dict[str, Tensor] | None:
 
 def test_gradients_do_not_depend_on_the_number_of_ranks() -> None:
     one, *others = (run_ranks(gradients, world, (world,))[-1] for world in (1, 2, 3))
-    assert len(one) == 8 and all(bool(part.abs().max() > 0) for part in one.values())
+    assert len(one[0]) == 8 and len(one[1]) > 8
     for other in others:
-        for name, part in one.items():
-            torch.testing.assert_close(other[name], part, rtol=1e-5, atol=1e-7)
+        for ours, expected in zip(other, one, strict=True):
+            assert ours.keys() == expected.keys()
+            for name, part in expected.items():
+                assert bool(part.abs().max() > 0), name
+                torch.testing.assert_close(ours[name], part, rtol=1e-5, atol=1e-7)
 
 
 def one_step(rank: int, folder: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -246,27 +259,61 @@ def refusals(rank: int, folder: str) -> list[str]:
         (CheckpointError, {}, other_plan),
         (ConfigError, {"joint": True}, PLAN),
         (ConfigError, {}, StagePlan.from_bounds((0, 3, 6))),
+        (CheckpointError, {"weight_decay": 0.1, "num_steps": 9}, PLAN),
     ]:
+        here = options(folder, **{"num_steps": 1, **changes})
         with pytest.raises(kind) as error:
-            distill(streamed, model, text(), options(folder, **changes), plan=plan)
+            distill(streamed, model, text(), here, plan=plan)
         found.append(str(error.value))
     return found
 
 
 def test_another_run_is_not_resumed(tmp_path: Path) -> None:
     [found] = run_ranks(refusals, 1, (str(tmp_path),))
-    words = ["seed is 8", "rows_consumed is 12", "plan_fingerprint", "joint", "taps"]
+    words = [
+        "train.seed is 8 here but 7 in the checkpoint",
+        "rows_consumed is 12 here but 6 in the checkpoint",
+        "plan_fingerprint",
+        "joint",
+        "taps",
+        "train.weight_decay is 0.1 here but 0.0 in the checkpoint",
+    ]
     assert all(word in message for word, message in zip(words, found, strict=True)), found
+    assert "train.num_steps is 9 here but 1" in found[5]
+
+
+def diverge(rank: int, folder: str) -> str:
+    """What a rank says when the module's weights are spoilt after two steps."""
+    _, streamed, model = parts_of(rank, 2)
+
+    def spoil(report: StepReport) -> None:
+        if report.step == 2:
+            with torch.no_grad():
+                model.module.head.weight.fill_(torch.nan)
+
+    settings = options(folder, save_every_steps=1)
+    with pytest.raises(SpdError if rank else CommError) as error, comm.reporting_failures():
+        distill(streamed, model, text(), settings, plan=PLAN, on_step=spoil)
+    return str(error.value)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    first, last = run_ranks(diverge, 2, (str(tmp_path),))
+    assert last.startswith("step 3: the loss is nan, so training stops")
+    assert "step 3: the loss is nan" in first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
 def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
     state = checkpointing.RunState(
-        step=1, rows_consumed=6, acceptance=0.1, seed=0, plan_fingerprint="a", data_fingerprint="b"
-    )
+        step=1, rows_consumed=6, acceptance=0.1, plan_fingerprint="a", cut_fingerprint="",
+        data_fingerprint="b", target_hash="", options={"seed": 0},
+    )  # fmt: skip
     with pytest.raises(AttributeError):
         checkpointing.save_checkpoint(tmp_path, state, {"a": torch.zeros(2)}, {"a": lambda: 0})
     assert list(tmp_path.iterdir()) == []
-    folder = checkpointing.save_checkpoint(tmp_path, state, {"a": torch.ones(2)}, {"b": 1})
+    checkpointing.save_checkpoint(tmp_path, state, {"a": torch.ones(2)}, {"b": 1})
+    folder = tmp_path / "step-00000001"
     assert checkpointing.latest_checkpoint(tmp_path) == folder
     assert checkpointing.load_state(folder) == state
     (folder / "module.safetensors").write_bytes(b"\0" * 4)
@@ -304,28 +351,44 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def train_real(rank: int, world: int, folder: str, stops: tuple[int, ...]) -> tuple[Any, ...]:
-    cut = cut_for(world)
+def real_parts_of(rank: int, world: int) -> tuple[TargetStage, StreamedStage, Distillation | None]:
+    """One target's weights, however it is cut."""
+    cut, uncut = cut_for(world), cut_for(1)
     start_pipeline(cut)
     torch.manual_seed(4)
     spec = TargetSpec(
         **SHAPE, num_layers=6, tied=False, max_positions=64, dtype="float32", bos_id=1, eos_ids=(2,)
     )
+    weights = TargetStage(spec, uncut, 0, torch.float32).state_dict()
     stage = TargetStage(spec, cut, rank, torch.float32)
-    streamed, before = StreamedStage(stage, cut, rank, 16), bytes_of(stage)
-    reports, last = [], None
+    first = cut.bounds[rank]
+    own = {}
+    for name in stage.state_dict():
+        layer = name.split(".")[1] if name.startswith("layers.") else ""
+        whole = name.replace(f".{layer}.", f".{first + int(layer)}.", 1) if layer else name
+        own[name] = weights[whole]
+    stage.load_state_dict(own)
+    streamed = StreamedStage(stage, cut, rank, 16)
+    return stage, streamed, real_module(stage) if stage.is_last else None
+
+
+def real_module(stage: TargetStage) -> Distillation:
+    torch.manual_seed(5)
+    config = ModuleConfig(
+        **SHAPE, num_layers=1, aggregator="shared", head="linear",
+        draft_vocab_size=VOCAB, bounds=PLAN.bounds, taps=PLAN.taps,
+    )  # fmt: skip
+    module = SpeculationModule(config, PLAN)
+    module.init_from_target(stage.output.weight, stage.final_norm.weight)
+    row_loss = row_loss_of(module, stage.logits, "blend")
+    return Distillation(module, row_loss, num_stages=PLAN.num_stages)
+
+
+def train_real(rank: int, world: int, folder: str, stops: tuple[int, ...]) -> tuple[Any, ...]:
+    stage, streamed, _ = real_parts_of(rank, world)
+    before, reports, last = bytes_of(stage), [], None
     for stop in stops:
-        fresh = None
-        if rank == world - 1:
-            torch.manual_seed(5)
-            config = ModuleConfig(
-                **SHAPE, num_layers=1, aggregator="shared", head="linear",
-                draft_vocab_size=VOCAB, bounds=PLAN.bounds, taps=PLAN.taps,
-            )  # fmt: skip
-            module = SpeculationModule(config, PLAN)
-            module.init_from_target(stage.output.weight, stage.final_norm.weight)
-            row_loss = row_loss_of(module, stage.logits, "blend")
-            fresh = Distillation(module, row_loss, num_stages=PLAN.num_stages)
+        fresh = real_module(stage) if stage.is_last else None
         reports += distill(streamed, fresh, text(), options(folder), plan=PLAN, stop_after=stop)
         last = None if fresh is None else bytes_of(fresh.module)
     assert bytes_of(stage) == before

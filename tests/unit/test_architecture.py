@@ -14,7 +14,7 @@ PACKAGE = ROOT / "megatron_spd"
 # Lowest first. A module may import its own layer and the ones below; see APART for the exceptions.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"", "errors", "config", "stage_plan", "target_spec", "schedule", "planner"}),
-    frozenset({"compat", "comm", "kv_rows", "sampling", "rope", "wave"}),
+    frozenset({"attention", "compat", "comm", "kv_rows", "sampling", "rope", "wave"}),
     frozenset({"model", "speculation", "checkpoint"}),
     frozenset({"inference", "training"}),
     frozenset({"server", "cli", "launcher", "__main__"}),

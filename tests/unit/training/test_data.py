@@ -65,7 +65,9 @@ def test_text_file_is_one_document_and_jsonl_one_a_line(tmp_path: Path) -> None:
     lines = tmp_path / "a.jsonl"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", " ", "two")))
     assert read_documents(lines) == ["one", "two"]
-    text = PackedText.from_file(lines, lambda part: list(part.encode()), sequence_tokens=4, seed=0)
+    text = PackedText.from_file(
+        lines, lambda part: list(part.encode()), vocab_size=256, sequence_tokens=4, seed=0
+    )
     assert text.num_tokens == 6
 
 
@@ -74,7 +76,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         read_documents(tmp_path / "missing.txt")
     for name, content, message in [
         ("a.csv", "x", r"\.txt or \.jsonl"),
-        ("a.jsonl", '{"body": "x"}\n', '"text" field'),
+        ("a.jsonl", '{"body": "x"}\n', '"text" or an "ids" field'),
         ("b.jsonl", "{", "not valid JSONL"),
         ("a.txt", "  \n", "holds no text"),
     ]:
@@ -84,3 +86,14 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
             read_documents(path)
     with pytest.raises(ConfigError, match="no tokens"):
         PackedText([[]], sequence_tokens=4, seed=0)
+
+
+def test_ids_of_a_file_are_used_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "ids.jsonl"
+    rows = [{"text": "unused", "ids": [5, 7, 7]}, {"text": "unused", "ids": [1]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_documents(path) == [[5, 7, 7], [1]]
+    text = PackedText.from_file(path, list, vocab_size=8, sequence_tokens=4, seed=0)
+    assert text.token_counts(8).tolist() == [0, 1, 0, 0, 0, 1, 0, 2]
+    with pytest.raises(ConfigError, match=r"token ids 1\.\.7, the target's vocabulary is 0\.\.6"):
+        PackedText.from_file(path, list, vocab_size=7, sequence_tokens=4, seed=0)
