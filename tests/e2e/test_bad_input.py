@@ -6,6 +6,7 @@ was expected and what came.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -143,7 +144,37 @@ def no_prompts(folder: Path) -> list[str]:
     return evaluate(TARGET, prompts, f"--eval.module={module}")
 
 
+def train(folder: Path, *more: str, ids: Sequence[int] = (1, 5, 9, 2)) -> list[str]:
+    data = folder / "text.jsonl"
+    data.write_text(json.dumps({"ids": list(ids)}) + "\n")
+    return [
+        *("train", f"--plan.target={TARGET}", "--plan.num_stages=2"),
+        *(f"--train.data={data}", f"--train.output={folder / 'out'}", *more),
+    ]
+
+
 CASES = [
+    Case("text-of-another-tokenizer", lambda f: train(f, ids=(1, 512)), ("1..512", "0..511")),
+    Case(
+        "no-text",
+        lambda f: train(f, f"--train.data={f / 'gone.txt'}"),
+        ("no such file", "gone.txt"),
+    ),
+    Case(
+        "rows-beyond-the-context",
+        lambda f: train(f, "--train.sequence_tokens=513"),
+        ("513", "512 tokens"),
+    ),
+    Case(
+        "weights-of-other-depths",
+        lambda f: train(f, "--train.depth_weights=[1,1,1]"),
+        ("3 weights", "2 stages"),
+    ),
+    Case(
+        "draft-vocabulary-without-bytes",
+        lambda f: train(f, "--module.draft_vocab_size=100"),
+        ("(100)", "259"),
+    ),
     Case(
         "module-of-another-target", module_of_another_target, ("weights_hash", "module", "target")
     ),

@@ -9,24 +9,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from . import launches
 
-def neighbour(name: str) -> Any:
-    """A module beside this file: with importlib imports the tests' folders are no packages."""
-    spec = spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-launches = neighbour("launches")
 LONG, SHORT = launches.SHARED / "models/py-llama-16l", launches.SHARED / "models/stories260k"
 END_S = 30.0
 pytestmark = [
