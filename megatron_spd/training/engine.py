@@ -80,6 +80,9 @@ def start_engine(
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # reads DS_ACCELERATOR when it is imported
 
+    # DeepSpeed would compile a shared-memory all-reduce at start: half a minute, and a compiler
+    # that a user may not have, for one norm a step.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = {
         "train_micro_batch_size_per_gpu": options.micro_batch_size,
         "gradient_accumulation_steps": backwards,
