@@ -1,12 +1,13 @@
 """What Megatron-core needs to run on CPU ranks: one place, each patch with its reason.
 
-Nothing here is used where CUDA is present. The patches last for the life of the process.
+Nothing here is used where CUDA is present. The patches of `apply` last for the life of the process.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron_spd.errors import CompatError
 
 MEGATRON_VERSION = "0.16"
 
-_applied: list[object] = []
+_applied: list[bool] = []
 
 # What Megatron-core says of itself on import and for every configuration, whatever its user does.
 for _message in (
@@ -64,8 +65,17 @@ def apply() -> None:
     _check_version()
     _patch_current_device()
     _patch_synchronize()
-    _patch_factories()
     _patch_rng_tracker()
+    _applied.append(True)
+
+
+def cpu_factories() -> AbstractContextManager[object]:
+    """Around a call of Megatron's schedule: it creates tensors with a literal `device="cuda"`.
+
+    Every torch call inside costs a detour through Python, so decoding stays out of it. Where CUDA
+    is present it does nothing.
+    """
+    return CpuFactories() if needed() else nullcontext()
 
 
 def _check_version() -> None:
@@ -88,16 +98,6 @@ def _patch_current_device() -> None:
 def _patch_synchronize() -> None:
     """The schedule's sends and the timers synchronise CUDA; a CPU has nothing to wait for."""
     torch.cuda.synchronize = lambda device=None: None
-
-
-def _patch_factories() -> None:
-    """The schedule and the mask helpers create tensors with a literal `device="cuda"`.
-
-    The mode is this thread's only; it stays entered, as the schedule has no hook around itself.
-    """
-    mode = CpuFactories()
-    mode.__enter__()  # type: ignore[no-untyped-call]
-    _applied.append(mode)
 
 
 def _patch_rng_tracker() -> None:

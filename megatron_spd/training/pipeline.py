@@ -223,7 +223,7 @@ def _run_schedule(
 
         return stage(rows), arrived
 
-    with comm.naming_losses("the stages exchanged micro-batches"):
+    with compat.cpu_factories(), comm.naming_losses("the stages exchanged micro-batches"):
         get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iter(enumerate(batches)),
