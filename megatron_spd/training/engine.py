@@ -78,6 +78,7 @@ def start_engine(
     """
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed wants it also of a world of one
     import deepspeed  # reads DS_ACCELERATOR when it is imported
 
     # DeepSpeed would compile a shared-memory all-reduce at start: half a minute, and a compiler
