@@ -141,21 +141,13 @@ def module_config(target: Target, options: ModuleOptions) -> ModuleConfig:
             f"module.draft_vocab_size ({size}) is below the {needed} end, special and byte tokens "
             "that a draft vocabulary must hold; raise it"
         )
-    return ModuleConfig(
-        hidden_size=spec.hidden_size,
+    return ModuleConfig.for_target(
+        spec,
+        target.plan,
         num_layers=options.num_layers,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        intermediate_size=spec.intermediate_size,
-        vocab_size=spec.vocab_size,
-        norm_eps=spec.norm_eps,
-        rope=spec.rope,
         aggregator=options.aggregator,
         head=options.head,
         draft_vocab_size=size,
-        bounds=target.plan.bounds,
-        taps=target.plan.taps,
     )
 
 

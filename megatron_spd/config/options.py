@@ -143,7 +143,21 @@ class TrainOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
+class SamplingOptions:
+    """How the target chooses; greedy unless a temperature is given."""
+
+    temperature: float = 0.0
+    """0 is greedy; the text is a function of the seed at any temperature."""
+    top_k: int = 0
+    """Keep this many of the likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens up to this probability mass."""
+    seed: int = 0
+    """Seed of the noise the target chooses with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(SamplingOptions):
     """What to continue and how; greedy unless a temperature is given.
 
     Raises:
@@ -156,14 +170,6 @@ class GenerateOptions:
     """Folder of a trained speculation module; empty decodes over the pipeline without drafts."""
     max_new_tokens: int = 128
     """Tokens to write at most, the first one included."""
-    temperature: float = 0.0
-    """0 is greedy; the text is a function of the seed at any temperature."""
-    top_k: int = 0
-    """Keep this many of the likeliest tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the likeliest tokens up to this probability mass."""
-    seed: int = 0
-    """Seed of the noise the target chooses with."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; it is cut before the first of them."""
 
@@ -212,7 +218,7 @@ class RegenerateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions:
+class EvalOptions(SamplingOptions):
     """Prompts to decode, and the module whose drafts are counted.
 
     Raises:
@@ -227,14 +233,6 @@ class EvalOptions:
     """Use only the first so many prompts; 0 uses all."""
     max_new_tokens: int = 128
     """Tokens to write at most, the first one included."""
-    temperature: float = 0.0
-    """0 is greedy; the text is a function of the seed at any temperature."""
-    top_k: int = 0
-    """Keep this many of the likeliest tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the likeliest tokens up to this probability mass."""
-    seed: int = 0
-    """Seed of the noise the target chooses with."""
     tolerance: float = 0.02
     """Largest difference between served acceptance and the training forward's agreement."""
 

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megatron_spd.errors import ConfigError
-from megatron_spd.target_spec import RopeSpec, shape_problems
+from megatron_spd.stage_plan import StagePlan
+from megatron_spd.target_spec import RopeSpec, TargetSpec, shape_problems
 
 AGGREGATORS = ("concat", "shared", "attention")
 HEADS = ("linear", "mlp")
@@ -63,6 +64,39 @@ class ModuleConfig:
             )
         if problems:
             raise ConfigError("the speculation module cannot be built:\n- " + "\n- ".join(problems))
+
+    @classmethod
+    def for_target(
+        cls,
+        spec: TargetSpec,
+        plan: StagePlan,
+        *,
+        num_layers: int = 1,
+        aggregator: str = "shared",
+        head: str = "linear",
+        draft_vocab_size: int = 0,
+    ) -> ModuleConfig:
+        """A module over a plan with the target's widths; 0 drafts the whole vocabulary.
+
+        Raises:
+            ConfigError: values that cannot work.
+        """
+        return cls(
+            hidden_size=spec.hidden_size,
+            num_layers=num_layers,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            intermediate_size=spec.intermediate_size,
+            vocab_size=spec.vocab_size,
+            norm_eps=spec.norm_eps,
+            rope=spec.rope,
+            aggregator=aggregator,
+            head=head,
+            draft_vocab_size=draft_vocab_size or spec.vocab_size,
+            bounds=plan.bounds,
+            taps=plan.taps,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON can hold."""

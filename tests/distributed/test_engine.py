@@ -178,21 +178,8 @@ def random_module(folder: HfFolder, plan: StagePlan) -> SpeculationModule:
     """Random layers, and a head over a shuffled part of the vocabulary."""
     spec = folder.spec
     torch.manual_seed(0)
-    config = ModuleConfig(
-        hidden_size=spec.hidden_size,
-        num_layers=2,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        intermediate_size=spec.intermediate_size,
-        vocab_size=spec.vocab_size,
-        norm_eps=spec.norm_eps,
-        rope=spec.rope,
-        aggregator="shared",
-        head="linear",
-        draft_vocab_size=spec.vocab_size - 12,
-        bounds=plan.bounds,
-        taps=plan.taps,
+    config = ModuleConfig.for_target(
+        spec, plan, num_layers=2, draft_vocab_size=spec.vocab_size - 12
     )
     module = SpeculationModule(config, plan, torch.randperm(spec.vocab_size)[:-12])
     module.init_from_target(load_head(folder), load_final_norm(folder))

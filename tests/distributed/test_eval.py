@@ -72,22 +72,7 @@ def train_a_little(rank: int, output: str) -> None:
     torch.manual_seed(0)
     folder, plan = HfFolder(STORIES), StagePlan.from_bounds(BOUNDS)
     spec = folder.spec
-    config = ModuleConfig(
-        hidden_size=spec.hidden_size,
-        num_layers=1,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        intermediate_size=spec.intermediate_size,
-        vocab_size=spec.vocab_size,
-        norm_eps=spec.norm_eps,
-        rope=spec.rope,
-        aggregator="shared",
-        head="linear",
-        draft_vocab_size=spec.vocab_size - 12,
-        bounds=plan.bounds,
-        taps=plan.taps,
-    )
+    config = ModuleConfig.for_target(spec, plan, draft_vocab_size=spec.vocab_size - 12)
     module = SpeculationModule(config, plan, torch.randperm(spec.vocab_size)[12:])
     module.init_from_target(load_head(folder), load_final_norm(folder))
     compute = build_stage(folder, StagePlan.from_bounds((0, 5), taps=plan.taps), 0, EngineOptions())

@@ -68,22 +68,7 @@ def module_for(target: Path, out: Path, plan: StagePlan) -> Path:
     """The artifact of an untrained module for a target."""
     folder = HfFolder(target)
     spec = folder.spec
-    config = ModuleConfig(
-        hidden_size=spec.hidden_size,
-        num_layers=1,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        intermediate_size=16,
-        vocab_size=spec.vocab_size,
-        norm_eps=spec.norm_eps,
-        rope=spec.rope,
-        aggregator="shared",
-        head="linear",
-        draft_vocab_size=spec.vocab_size,
-        bounds=plan.bounds,
-        taps=plan.taps,
-    )
+    config = ModuleConfig.for_target(spec, plan)
     ids = torch.arange(spec.vocab_size)
     module = SpeculationModule(config, plan, ids)
     meta = ArtifactMeta.of(folder, plan, module=config.to_dict(), draft_ids=ids.tolist())

@@ -66,8 +66,10 @@ def test_ten_steps_are_five_and_a_kill_and_a_resume(tmp_path: Path) -> None:
         ranks = launch.wait_for_ranks(2)
         wait_for(launch, tmp_path / "halves" / "step-00000005")
         os.kill(ranks[1], signal.SIGKILL)
-        ended = launch.end(60)
-        assert ended.code != 0
+        ended = launch.end(30)
+        assert ended.code == 1
+        assert "megatron-spd: rank 1 (stage 1, module, host" in ended.err, ended.err
+        assert launch.left_over() == []
     assert not (tmp_path / "halves" / "module").exists()
     with launched(arguments(tmp_path, "halves"), tmp_path / "c") as launch:
         ended = launch.end(120)
