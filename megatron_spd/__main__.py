@@ -60,7 +60,7 @@ def run_train(arguments: Sequence[str]) -> None:
 
 def run_quickstart(arguments: Sequence[str]) -> None:
     """Trains a small target and its module on this machine, decodes and reports."""
-    from megatron_spd.cli.quickstart import quickstart
+    from megatron_spd.quickstart.job import quickstart
 
     parser = ArgumentParser(
         prog="megatron-spd quickstart", exit_on_error=False, description=run_quickstart.__doc__

@@ -57,18 +57,21 @@ def progress(name: str, total: int, console: Console | None = None) -> Iterator[
 
 def _lines(name: str, total: int, console: Console) -> Advance:
     started = time.monotonic()
-    state = {"first": -1, "said": started - LINES_EVERY_S}
+    said = started - LINES_EVERY_S
+    first: int | None = None
 
     def advance(done: int, note: str = "") -> None:
+        nonlocal first, said
         now = time.monotonic()
-        if state["first"] < 0:
-            # resumed work starts beyond 0; what was done before says nothing about the speed
-            state["first"] = done - 1
-        if done < total and now - state["said"] < LINES_EVERY_S:
+        if first is None:
+            # what was done before the first call, by a run that this one goes on with
+            first = max(done - 1, 0)
+        if done < total and now - said < LINES_EVERY_S:
             return
-        state["said"] = now
-        left = (total - done) * (now - started) / max(done - state["first"], 1)
-        text = f"{name} {done}/{total}, {now - started:.0f} s, eta {left:.0f} s"
+        said = now
+        speed = (done - first) / (now - started) if now > started else 0.0
+        eta = f"{(total - done) / speed:.0f} s" if speed else "unknown"
+        text = f"{name} {done}/{total}, {now - started:.0f} s, eta {eta}"
         console.print(f"{text}  {note}".rstrip(), highlight=False, soft_wrap=True)
 
     return advance

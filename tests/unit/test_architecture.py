@@ -17,7 +17,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"attention", "compat", "comm", "kv_rows", "sampling", "rope", "wave"}),
     frozenset({"model", "speculation", "checkpoint"}),
     frozenset({"inference", "training"}),
-    frozenset({"server", "cli", "launcher", "__main__"}),
+    frozenset({"server", "cli", "quickstart", "launcher", "__main__"}),
 )
 APART = (
     frozenset({"model", "speculation", "checkpoint"}),

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from megatron_spd.cli.report import Report, compare, curves_of, ends_of_curve, read_metrics
-from megatron_spd.cli.steps import StepRecord
 from megatron_spd.errors import SpdError
+from megatron_spd.quickstart.report import Report, compare, curves_of, ends_of_curve, read_metrics
+from megatron_spd.quickstart.steps import StepRecord
 
 
 @pytest.fixture

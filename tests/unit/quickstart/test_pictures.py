@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_spd.cli.pictures import (
+from megatron_spd.quickstart.pictures import (
     Cell,
     count_fates,
     draw_timeline,

@@ -13,9 +13,9 @@ from rich.console import Group
 from rich.table import Table
 
 from megatron_spd.checkpoint.atomic import write_all_atomic
-from megatron_spd.cli.pictures import EMPTY, MEANINGS, count_fates, timeline_grid
-from megatron_spd.cli.steps import StepRecord
 from megatron_spd.errors import SpdError
+from megatron_spd.quickstart.pictures import EMPTY, MEANINGS, count_fates, timeline_grid
+from megatron_spd.quickstart.steps import StepRecord
 
 AVERAGED_STEPS = 10
 """A curve's start and end are means over so many steps."""

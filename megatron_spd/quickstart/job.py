@@ -19,11 +19,11 @@ from rich.console import Console
 from megatron_spd import __version__
 from megatron_spd.checkpoint.atomic import write_atomic
 from megatron_spd.checkpoint.provenance import RECORDED
-from megatron_spd.cli.corpus import make_corpus, standard_library
-from megatron_spd.cli.pictures import draw_timeline, draw_training
-from megatron_spd.cli.report import Report, compare, curves_of, read_metrics
-from megatron_spd.cli.steps import Job, Step, StepRecord, ending_on_signals
 from megatron_spd.config import QuickstartOptions
+from megatron_spd.quickstart.corpus import make_corpus, standard_library
+from megatron_spd.quickstart.pictures import draw_timeline, draw_training
+from megatron_spd.quickstart.report import Report, compare, curves_of, read_metrics
+from megatron_spd.quickstart.steps import Job, Step, StepRecord, ending_on_signals
 from megatron_spd.target_spec import RopeSpec, TargetSpec
 
 JOINT_STAGES = 2

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_spd.cli.corpus import make_corpus, opening_of, standard_library
 from megatron_spd.errors import ConfigError
+from megatron_spd.quickstart.corpus import make_corpus, opening_of, standard_library
 
 LINE = "value = compute(1, 2, 3)  # a line of forty letters\n"
 

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from megatron_spd.cli import steps
-from megatron_spd.cli.steps import Job, Step, child_environment, last_progress, processes
 from megatron_spd.errors import ConfigError, SpdError
+from megatron_spd.quickstart.steps import Job, Step, child_environment, last_progress, processes
 
 
 class Writer:

@@ -1,0 +1,1 @@
+"""The newcomer's command: a corpus, the steps of a job, a report and its pictures."""
