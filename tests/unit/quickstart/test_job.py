@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from megatron_spd.checkpoint import HfFolder, Tokenizer
-from megatron_spd.cli import quickstart as quick
 from megatron_spd.config import SECTIONS, QuickstartOptions, load_config
 from megatron_spd.errors import ConfigError
+from megatron_spd.quickstart import job as quick
 from megatron_spd.quickstart.job import NAMES, make_steps, start_spec, write_plain, write_start
 from megatron_spd.quickstart.steps import Job, StepRecord
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_spd.cli import steps
 from megatron_spd.errors import ConfigError, SpdError
+from megatron_spd.quickstart import steps
 from megatron_spd.quickstart.steps import Job, Step, child_environment, last_progress, processes
 
 
