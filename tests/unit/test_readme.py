@@ -49,7 +49,7 @@ def test_command_runs(command: str, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_tree_exists() -> None:
-    tree = README.split("## Tree")[1].split("## State")[0]
+    tree = README.split("## Tree")[1].split("## Measured")[0]
     for line in tree.strip("\n").splitlines():
         indent = "megatron_spd" if line.startswith("      ") else "."
         for name in re.split(r"  +", line.strip())[0].split():
