@@ -269,7 +269,7 @@ class QuickstartOptions:
     """Width of the target; a multiple of 64."""
     num_stages: int = 4
     """Stages, and ranks, that decode."""
-    num_joint_steps: int = 400
+    num_joint_steps: int = 320
     """Steps that train the target together with a module, over 2 ranks."""
     num_texts: int = 192
     """Texts that the trained target writes for its module to learn from."""

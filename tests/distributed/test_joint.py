@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_spd import comm
 from megatron_spd.config import TrainOptions
 from megatron_spd.errors import CheckpointError, ConfigError, SpdError
 from megatron_spd.model.stage import TargetStage
@@ -333,7 +334,13 @@ def interrupt(rank: int, folder: str) -> None:
     last = distillation if streamed.is_last else None
 
     def stop(*_: object) -> None:
-        assert rank == 0 or len(list(Path(folder).iterdir())) == 1
+        store = comm.current_world().store
+        if rank == 0:
+            store.set("interrupted", "")
+        else:
+            # the leader removes the folder, so the other must be done with it
+            store.wait(["interrupted"])
+            assert len(list(Path(folder).iterdir())) == 1
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
