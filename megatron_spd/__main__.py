@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
@@ -95,7 +96,10 @@ def run_eval(arguments: Sequence[str]) -> None:
         prog="megatron-spd eval", exit_on_error=False, description=run_eval.__doc__
     )
     parser.add_argument("--json", type=str, default="", help="File for the report.")
+    parser.add_argument("--tolerance", type=float, help="Short for --eval.tolerance.")
     options = _parse(parser, ("plan", "eval"), arguments)
+    if options.tolerance is not None:
+        options.eval = replace(options.eval, tolerance=options.tolerance)
     report = evaluate(options.plan, options.eval, ["eval", *arguments], options.json)
     if report is not None:
         Console().print(report.to_table())

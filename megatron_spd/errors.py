@@ -1,5 +1,18 @@
 """The exceptions of the package. A message says what was expected, what came and what to do."""
 
+from collections.abc import Sequence
+
+
+def listing(head: str, problems: Sequence[str]) -> str:
+    """One sentence for one problem, a bullet each for several.
+
+    >>> listing("the plan cannot work", ["bounds must rise, got (0, 0)"])
+    'the plan cannot work: bounds must rise, got (0, 0)'
+    """
+    if len(problems) == 1:
+        return f"{head}: {problems[0]}"
+    return "\n- ".join([f"{head}:", *problems])
+
 
 class SpdError(Exception):
     """Base of every error the package raises on purpose."""

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from megatron_spd.errors import PlanError
+from megatron_spd.errors import PlanError, listing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class StagePlan:
     def __post_init__(self) -> None:
         problems = list(self._problems())
         if problems:
-            raise PlanError("the stage plan is not consistent:\n- " + "\n- ".join(problems))
+            raise PlanError(listing("the stage plan is not consistent", problems))
 
     def _problems(self) -> list[str]:
         found: list[str] = []

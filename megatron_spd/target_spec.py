@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_spd.errors import ConfigError
+from megatron_spd.errors import ConfigError, listing
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 ROPE_TYPES = ("default", "llama3")
@@ -177,7 +177,7 @@ class TargetSpec:
         if self.dtype not in DTYPES:
             problems.append(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if problems:
-            raise ConfigError("the target cannot be used:\n- " + "\n- ".join(problems))
+            raise ConfigError(listing("the target cannot be used", problems))
 
     @classmethod
     def from_hf(
@@ -191,7 +191,7 @@ class TargetSpec:
         """
         problems = _refusals(config)
         if problems:
-            raise ConfigError("the target cannot be used:\n- " + "\n- ".join(problems))
+            raise ConfigError(listing("the target cannot be used", problems))
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
         kv_heads = config.get("num_key_value_heads")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_spd.checkpoint.atomic import write_all_atomic
 from megatron_spd.checkpoint.hf_folder import FolderHashes, HfFolder, read_header, read_json
-from megatron_spd.errors import CheckpointError, PlanError
+from megatron_spd.errors import CheckpointError, PlanError, listing
 from megatron_spd.stage_plan import StagePlan
 from megatron_spd.target_spec import TargetSpec
 
@@ -56,7 +56,7 @@ class ArtifactMeta:
     def __post_init__(self) -> None:
         problems = list(_problems(self))
         if problems:
-            raise CheckpointError("the module's facts are wrong:\n- " + "\n- ".join(problems))
+            raise CheckpointError(listing("the module's facts are wrong", problems))
 
     @classmethod
     def of(
@@ -208,7 +208,7 @@ def check_pairing(
             f"the plan has bounds {plan.bounds} with taps {plan.taps}"
         )
     if problems:
-        raise CheckpointError("the module does not fit this target:\n- " + "\n- ".join(problems))
+        raise CheckpointError(listing("the module does not fit this target", problems))
 
 
 def _problems(meta: ArtifactMeta) -> list[str]:

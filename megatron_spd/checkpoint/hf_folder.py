@@ -14,13 +14,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_spd.checkpoint.rules import HEAD, Shape, expected_shapes
-from megatron_spd.errors import CheckpointError
+from megatron_spd.errors import CheckpointError, listing
 from megatron_spd.target_spec import TargetSpec
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
-SAMPLE_BYTES = 4096
+HASHED_WHOLE_BYTES = 1024 * 1024
+"""Tensors up to this size go into the hash whole, larger ones by `NUM_BLOCKS` blocks."""
+NUM_BLOCKS, BLOCK_BYTES = 256, 4096
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -91,9 +93,10 @@ class HfFolder:
         return tensor
 
     def weights_hash(self) -> str:
-        """16 hex digits over names, dtypes, shapes and 4 KiB of each tensor.
+        """16 hex digits over names, dtypes, shapes and values; sharding does not change it.
 
-        Sharding does not change it.
+        Of a tensor above 1 MiB, 256 blocks of 4 KiB spread evenly from its first byte to its last:
+        training or quantizing a target changes them, and 70B parameters hash in seconds.
         """
         return self._weights_hash
 
@@ -115,12 +118,13 @@ class HfFolder:
         for name in self.tensor_names:
             entry = self._entry[name]
             digest.update(f"{name} {entry.dtype} {entry.shape}\n".encode())
-            half = SAMPLE_BYTES // 2
+            size = entry.end - entry.start
+            whole = size <= HASHED_WHOLE_BYTES
+            length = size if whole else BLOCK_BYTES
             with entry.file.open("rb") as stream:
-                stream.seek(entry.start)
-                digest.update(stream.read(min(half, entry.end - entry.start)))
-                stream.seek(max(entry.start, entry.end - half))
-                digest.update(stream.read(min(half, entry.end - entry.start)))
+                for block in range(1 if whole else NUM_BLOCKS):
+                    stream.seek(entry.start + block * (size - length) // (NUM_BLOCKS - 1))
+                    digest.update(stream.read(length))
         return digest.hexdigest()[:16]
 
     def _entries(self) -> dict[str, TensorEntry]:
@@ -212,7 +216,7 @@ def _check_tensors(entries: dict[str, TensorEntry], spec: TargetSpec, path: Path
             problems.append(f"{name} belongs to no part of the target")
     if problems:
         shown = problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])
-        raise CheckpointError(f"{path} does not fit its config.json:\n- " + "\n- ".join(shown))
+        raise CheckpointError(listing(f"{path} does not fit its config.json", shown))
 
 
 def _one_dtype(entries: dict[str, TensorEntry], path: Path) -> torch.dtype:

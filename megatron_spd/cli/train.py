@@ -97,6 +97,8 @@ def train(
     """
     target = open_target(plan_config)
     check_depth_weights(options.depth_weights, target.plan.num_stages)
+    if Path(options.output).exists() and not Path(options.output).is_dir():
+        raise ConfigError(f"train.output ({options.output}) is a file; name a folder")
     job = Job(
         target=target,
         module=module_config(target, module_options),

@@ -102,7 +102,7 @@ class TrainOptions:
     gradient_clip: float = 1.0
     """Largest gradient norm over all ranks; 0 for no clipping."""
     loss: Literal["kl", "tv", "overlap", "blend"] = "blend"
-    """Forward KL, total variation, negative log overlap, or KL and TV blended by acceptance."""
+    """Forward KL, total variation, negative log overlap, or KL and that blended by acceptance."""
     zero_stage: Literal[1, 2] = 1
     """DeepSpeed's ZeRO stage."""
     depth_weights: tuple[float, ...] = ()

@@ -89,6 +89,9 @@ class Driver:
             self._links.emit(WaveHeader.of(wave, self._sampling))
         self._links.step_local(cycle)
         self._observe(cycle - 1)
+        for number, _ in ended:
+            # only now: the wave that ended the request has given its last taps
+            self.drafter.forget(number)
         for number, state in self.machine.requests.items():
             if not state.prefilling:
                 self.drafter.propose(self.machine, number, self._sampling[number])
@@ -120,7 +123,6 @@ class Driver:
     def _finish(self, number: int, current: _Open) -> Result:
         if current.end.reason is None:
             raise ScheduleError(f"request {number} ended without a reason")
-        self.drafter.forget(number)
         del self._open[number], self._sampling[number]
         return Result(
             ids=tuple(current.end.ids),

@@ -1,8 +1,19 @@
 """What a draft may read of a position: the policy "deepest available", in one function.
 
-The engine calls it for the rows it builds, training for its mask and its loss weights; that they
-call the same function is why a served row equals a trained one.
+`depth_of` says which row the engine builds of a position, `in_flight` which rows a moment of
+training has of its own and which it shares. The first calls the second: that is why a served row
+equals a trained one.
 """
+
+from typing import Any
+
+
+def in_flight(distance: Any, fill: Any) -> Any:
+    """Whether the position `distance` behind the newest is one of the `fill` tokens in flight.
+
+    Numbers, or tensors of them; training builds its masks from it.
+    """
+    return distance < fill
 
 
 def depth_of(distance: int, fill: int, num_stages: int) -> int:
@@ -18,4 +29,4 @@ def depth_of(distance: int, fill: int, num_stages: int) -> int:
     """
     if distance < 0 or not 1 <= fill <= num_stages:
         raise ValueError(f"distance {distance} or fill {fill} is outside 1..{num_stages}")
-    return distance if distance < fill else num_stages
+    return distance if in_flight(distance, fill) else num_stages

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from megatron_spd.errors import ConfigError
+from megatron_spd.errors import ConfigError, listing
 from megatron_spd.stage_plan import StagePlan
 from megatron_spd.target_spec import RopeSpec, TargetSpec, shape_problems
 
@@ -63,7 +63,7 @@ class ModuleConfig:
                 f"({self.vocab_size}); lower it"
             )
         if problems:
-            raise ConfigError("the speculation module cannot be built:\n- " + "\n- ".join(problems))
+            raise ConfigError(listing("the speculation module cannot be built", problems))
 
     @classmethod
     def for_target(

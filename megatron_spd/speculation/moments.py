@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_spd.attention import masked_attention
+from megatron_spd.schedule.depths import in_flight
 
 CHUNK_MOMENTS = 64
 
@@ -44,7 +45,8 @@ def valid_rows(documents: Tensor, fill: Tensor, num_stages: int) -> Tensor:
     source = index[:, None] - depth
     same = documents[:, source.clamp(min=0)] == documents.unsqueeze(-1)
     inside = (source >= 0) & same & (documents >= 0).unsqueeze(-1)
-    return inside & (depth < fill.unsqueeze(-1))
+    rows: Tensor = inside & in_flight(depth, fill.unsqueeze(-1))
+    return rows
 
 
 def shift_to_moments(values: Tensor, depth: int) -> Tensor:
@@ -115,7 +117,7 @@ def _dense_mask(documents: Tensor, fill: Tensor, start: int, stop: int) -> Tenso
     """bool [B, C, stop]: the deepest rows that moments [start, stop) see."""
     moment = torch.arange(start, stop, device=documents.device)
     index = torch.arange(stop, device=documents.device)
-    complete = index <= (moment - fill[:, start:stop]).unsqueeze(-1)
+    complete: Tensor = ~in_flight(moment[:, None] - index, fill[:, start:stop, None])
     return complete & (documents[:, start:stop, None] == documents[:, None, :stop])
 
 

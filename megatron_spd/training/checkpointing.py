@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_spd.config import TrainOptions
-from megatron_spd.errors import CheckpointError
+from megatron_spd.errors import CheckpointError, listing
 
 FORMAT_VERSION = 2
 MODULE_FILE = "module.safetensors"
@@ -212,8 +212,10 @@ def check_same_run(folder: Path, found: RunState, here: RunState) -> None:
     ]
     if problems:
         raise CheckpointError(
-            f"{folder} belongs to another run; give its options or another train.output:\n- "
-            + "\n- ".join(problems)
+            listing(
+                f"{folder} belongs to another run; give its options or another train.output",
+                problems,
+            )
         )
 
 

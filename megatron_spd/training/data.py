@@ -58,24 +58,43 @@ def read_documents(path: str | Path) -> list[str | list[int]]:
                 str(path), cache_dir=cache, keep_in_memory=True, sample_by="document"
             )
         elif path.suffix == ".jsonl":
+            if not path.read_bytes().strip():
+                raise ConfigError(f"train.data: {path} is empty")
             try:
                 rows = datasets.Dataset.from_json(str(path), cache_dir=cache, keep_in_memory=True)
-            except datasets.exceptions.DatasetGenerationError as error:
+            except (datasets.exceptions.DatasetGenerationError, ValueError, TypeError) as error:
                 raise ConfigError(f"train.data: {path} is not valid JSONL") from error
         else:
             raise ConfigError(f"train.data: {path} must end in .txt or .jsonl")
-        if "ids" in rows.column_names:
-            found = [ids for ids in rows["ids"] if ids]
-        elif "text" in rows.column_names:
-            found = [text for text in rows["text"] if text and text.strip()]
-        else:
-            raise ConfigError(
-                f'train.data: {path} needs a "text" or an "ids" field a line, it has '
-                f"{rows.column_names}"
-            )
+        found = _documents(path, rows)
     if not found:
         raise ConfigError(f"train.data: {path} holds no text")
     return found
+
+
+def _documents(path: Path, rows: datasets.Dataset) -> list[str | list[int]]:
+    """The documents of a table, its columns checked: one kind, of the right type, in every line."""
+    name = next((name for name in ("ids", "text") if name in rows.column_names), None)
+    if name is None:
+        raise ConfigError(
+            f'train.data: {path} needs a "text" or an "ids" field a line, it has '
+            f"{rows.column_names}"
+        )
+    kind = rows.features[name]
+    element = getattr(kind, "feature", None) if name == "ids" else kind
+    wanted = "a list of whole numbers" if name == "ids" else "a string"
+    dtype = str(getattr(element, "dtype", ""))
+    if not dtype.startswith("int" if name == "ids" else "string"):
+        raise ConfigError(
+            f'train.data: {path}: "{name}" must be {wanted} in every line, it is {kind}'
+        )
+    values = list(rows[name])
+    if None in values:
+        raise ConfigError(
+            f'train.data: {path}, line {values.index(None) + 1}: "{name}" is missing; every line '
+            f"needs {wanted} there when one has it"
+        )
+    return [value for value in values if (value.strip() if name == "text" else value)]
 
 
 class PackedText:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_spd.errors import ConfigError, ScheduleError
+from megatron_spd.schedule.depths import in_flight
 from megatron_spd.speculation.losses import distillation_loss, fill_distribution
 from megatron_spd.training.data import PackedRows, seed_of
 from megatron_spd.training.pipeline import Arrived
@@ -112,7 +113,7 @@ def count_rows(rows: PackedRows, fill: Tensor, num_stages: int) -> int:
     documents, length, found = rows.documents, rows.documents.shape[1], 0
     for depth in range(min(num_stages, length)):
         newest, here = documents[:, depth:], documents[:, : length - depth]
-        found += int(((newest == here) & (newest >= 0) & (depth < fill[:, depth:])).sum())
+        found += int(((newest == here) & (newest >= 0) & in_flight(depth, fill[:, depth:])).sum())
     return found
 
 

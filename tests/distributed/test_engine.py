@@ -25,11 +25,12 @@ from megatron_spd.inference.engine import (
     decode_on_ranks,
 )
 from megatron_spd.inference.reference import decode_plain
-from megatron_spd.inference.requests import Request
+from megatron_spd.inference.requests import Request, Result
 from megatron_spd.model.parallel import init_single_rank
-from megatron_spd.model.stage import TargetStage
 from megatron_spd.sampling import SamplingParams
+from megatron_spd.schedule.machine import Node
 from megatron_spd.speculation.config import ModuleConfig
+from megatron_spd.speculation.layers import rms_norm
 from megatron_spd.speculation.module import SpeculationModule
 from megatron_spd.stage_plan import StagePlan
 from megatron_spd.testing import run_ranks
@@ -172,6 +173,7 @@ class Moment:
     """[F, H], root first."""
     depths: tuple[int, ...]
     logits: Tensor
+    """[V]: the draft's logit of each token, -inf of those it cannot draft."""
 
 
 def random_module(folder: HfFolder, plan: StagePlan) -> SpeculationModule:
@@ -195,47 +197,62 @@ def serve_module(
     meta = ArtifactMeta.of(
         folder, plan, module=module.config.to_dict(), draft_ids=module.draft_ids.tolist()
     )
-    request, coin, seen = long_request(), random.Random(3), list[Moment]()
+    request = long_request()
     whole = [*request.prompt_ids, *text]
 
-    def help_and_keep(rows: DraftRows) -> None:
-        committed = whole[: rows.path[0].position + 1]
-        tokens = [*committed, *(node.token for node in rows.path[1:])]
-        seen.append(
-            Moment(
-                tokens=tokens,
-                features=rows.features.clone(),
-                depths=rows.depths,
-                logits=rows.logits.clone(),
-            )
-        )
-        truth = (module.draft_ids == whole[rows.newest.position + 1]).nonzero()
-        if len(truth) and coin.random() < 0.5:
-            rows.logits[int(truth)] += 1000.0  # the very tensor that the draft is chosen from
-
-    made: list[ModuleDrafter] = []
-
     def drafter() -> ModuleDrafter:
-        made.append(build_module_drafter(folder, plan, options, meta, module.state_dict()))
-        return made[0]
+        return build_module_drafter(folder, plan, options, meta, module.state_dict())
+
+    def serve(driver: Driver, faulty: ModuleDrafter) -> tuple[list[Moment], Result]:
+        coin, seen = random.Random(3), list[Moment]()
+
+        def help_and_keep(rows: DraftRows) -> None:
+            committed = whole[: rows.path[0].position + 1]
+            tokens = [*committed, *(node.token for node in rows.path[1:])]
+            logits = by_token(rows.logits, faulty._module)
+            features = rows.features.clone()
+            seen.append(Moment(tokens=tokens, features=features, depths=rows.depths, logits=logits))
+            ids = faulty._module.draft_ids
+            truth = (ids == whole[rows.newest.position + 1]).nonzero()
+            if len(truth) and coin.random() < 0.5:
+                rows.logits[int(truth)] += 1000.0  # the very tensor the draft is chosen from
+
+        faulty.on_rows = help_and_keep
+        driver.drafter = faulty
+        return seen, driver.run(request)
 
     def work(driver: Driver) -> dict[str, Any]:
-        shorts = [driver.run(short_request).ids for short_request in requests()]
-        made[0].on_rows = help_and_keep
-        result = driver.run(request)
-        differences = {fault: compare(module, folder, seen, fault) for fault in FAULTS}
+        same = [driver.run(short_request).ids for short_request in requests()] == short
+        differences, kept = {}, None
+        for name, plant in FAULTS.items():
+            faulty = drafter()
+            plant(faulty, folder, whole)
+            seen, result = serve(driver, faulty)
+            same &= result.ids == text
+            # what is still in flight is dead; of the request itself nothing is kept
+            same &= not faulty._complete and not faulty._taps
+            differences[name] = compare(module, folder, seen)
+            kept = kept or (seen, result)
+        assert kept is not None
         return {
-            "same": shorts == short and result.ids == text,
-            "moments": seen,
+            "same": same,
+            "moments": kept[0],
             "differences": differences,
-            **asdict(result.counters),
+            **asdict(kept[1].counters),
         }
 
     return decode_on_ranks(folder, plan, options, drafter=drafter, decode=str, work=work)
 
 
+def by_token(logits: Tensor, module: SpeculationModule) -> Tensor:
+    """Draft logits [.., Vd] as [.., V], in the order of the vocabulary."""
+    wide = logits.new_full((*logits.shape[:-1], module.config.vocab_size), -torch.inf)
+    wide[..., module.draft_ids] = logits
+    return wide
+
+
 def compare(
-    module: SpeculationModule, folder: HfFolder, seen: Sequence[Moment], fault: str
+    module: SpeculationModule, folder: HfFolder, seen: Sequence[Moment]
 ) -> tuple[float, float]:
     """Largest |served - trained| feature and draft logit; the trained ones in one batch."""
     whole = StagePlan.from_bounds((0, 5), taps=module.plan.taps)
@@ -250,11 +267,8 @@ def compare(
     with torch.no_grad():
         embedded = stage.embed(tokens)
         taps = torch.stack([embedded, *stage.forward_text(embedded, index, documents).taps], dim=2)
-        taps = FAULTS[fault](taps, stage)
         hidden = module.forward_moments(taps, index, documents, fill).hidden[:, :, 0]
-        trained = module.logits(hidden[torch.arange(len(seen)), lengths - 1])
-        if fault == "permuted draft ids":
-            trained = trained[:, torch.randperm(trained.shape[1])]
+        trained = by_token(module.logits(hidden[torch.arange(len(seen)), lengths - 1]), module)
         served = torch.stack([moment.logits for moment in seen])
         features = max(
             float((module.features(taps[place, at], depth) - row).abs().max())
@@ -266,20 +280,50 @@ def compare(
                 strict=True,
             )
         )
-    return features, float((served - trained).abs().max())
+    draftable = trained.isfinite()
+    assert torch.equal(draftable, served.isfinite())
+    return features, float((served - trained)[draftable].abs().max())
 
 
-def final_norm_on_last_tap(taps: Tensor, stage: TargetStage) -> Tensor:
-    return torch.cat([taps[:, :, :-1], stage.final_norm(taps[:, :, -1:])], dim=2)
+def shift_positions(drafter: ModuleDrafter, folder: HfFolder, text: Sequence[int]) -> None:
+    """A row reads the token before its own."""
+    right = drafter._feature
+
+    def shifted(node: Node, depth: int) -> Tensor:
+        taps = drafter._node_taps(node)
+        before = node.parent.token if node.parent is not None else text[node.position - 1]
+        own, taps[0] = taps[0].clone(), drafter._embedding[before]
+        feature = right(node, depth)
+        taps[0] = own
+        return feature
+
+    drafter._feature = shifted  # type: ignore[method-assign]
 
 
-FAULTS: dict[str, Callable[[Tensor, TargetStage], Tensor]] = {
-    "none": lambda taps, stage: taps,
-    "position shifted by one": lambda taps, stage: taps.roll(1, dims=1),
-    "final norm on the last tap": final_norm_on_last_tap,
-    "permuted draft ids": lambda taps, stage: taps,
+def norm_the_last_boundary(drafter: ModuleDrafter, folder: HfFolder, text: Sequence[int]) -> None:
+    """Boundary L comes normed, as transformers lists it."""
+    right, weight = drafter.observe, load_final_norm(folder)
+
+    def observe(nodes: Sequence[Node], stage: int, taps: Tensor | None) -> None:
+        if stage == 2 and taps is not None:
+            normed = rms_norm(taps[-1], weight, folder.spec.norm_eps)
+            taps = torch.cat([taps[:-1], normed[None]])
+        right(nodes, stage, taps)
+
+    drafter.observe = observe  # type: ignore[method-assign]
+
+
+def permute_draft_ids(drafter: ModuleDrafter, folder: HfFolder, text: Sequence[int]) -> None:
+    drafter._module.set_draft_ids(drafter._module.draft_ids.sort().values)
+
+
+FAULTS: dict[str, Callable[[ModuleDrafter, HfFolder, Sequence[int]], None]] = {
+    "none": lambda drafter, folder, text: None,
+    "position shifted by one": shift_positions,
+    "final norm on the last tap": norm_the_last_boundary,
+    "permuted draft ids": permute_draft_ids,
 }
-"""What a test of rows must notice, each done to the trained side."""
+"""What a test of rows must notice, each planted in the drafter that serves."""
 
 
 @needs_stories

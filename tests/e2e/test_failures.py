@@ -63,6 +63,35 @@ def test_a_killed_rank_is_named_first_and_ends_the_run(
         assert launch.left_over() == []
 
 
+def test_eval_and_train_end_in_the_same_way(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"question_id": 0, "turns": ["def main():"]}) + "\n")
+    data = tmp_path / "text.jsonl"
+    data.write_text(json.dumps({"ids": [1, *range(300, 500)]}) + "\n")
+    plan = [f"--plan.target={LONG}", "--plan.num_stages=2"]
+    evaluation = ["eval", *plan, f"--eval.prompts={prompts}", "--eval.max_new_tokens=1000"]
+    training = ["train", *plan, f"--train.data={data}", f"--train.output={tmp_path / 'out'}"]
+    for argv, killed in ((evaluation, True), (training, False)):
+        with launches.launched(argv, tmp_path / argv[0]) as launch:
+            ranks = launch.wait_until_met(2)
+            time.sleep(1.0)
+            if killed:
+                os.kill(ranks[1], signal.SIGKILL)
+            else:
+                to_group(launch, signal.SIGINT)
+            ended = launch.end(END_S)
+            said = next(line for line in ended.err.splitlines() if line.startswith("megatron-spd"))
+            if killed:
+                assert ended.code == 1
+                assert re.match(r"megatron-spd: rank 1 \(stage 1, host \S+\) was lost", said)
+            else:
+                assert (ended.code, said) == (
+                    130,
+                    "megatron-spd: ended by SIGINT, and all 2 ranks with it",
+                )
+            assert launch.left_over() == []
+
+
 def test_a_rank_lost_before_the_ranks_met_is_named_too(tmp_path: Path) -> None:
     with launches.launched(busy(3), tmp_path / "tmp") as launch:
         ranks = launch.wait_for_ranks(3)

@@ -102,3 +102,16 @@ def test_real_target(shared: Path) -> None:
     folder = HfFolder(shared / "models" / "py-llama-16l")
     assert (folder.spec.num_layers, folder.dtype) == (16, torch.bfloat16)
     assert len(folder.tokenizer_hash()) == 16
+
+
+def test_weights_hash_sees_a_byte_in_the_middle(make_folder: Any) -> None:
+    path = make_folder("changed")
+    before = HfFolder(path).weights_hash()
+    file = path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    start, end = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])[
+        "model.embed_tokens.weight"
+    ]["data_offsets"]
+    data[8 + int.from_bytes(data[:8], "little") + (start + end) // 2] ^= 1
+    file.write_bytes(data)
+    assert HfFolder(path).weights_hash() != before

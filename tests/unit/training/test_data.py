@@ -76,6 +76,14 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         read_documents(tmp_path / "missing.txt")
     for name, content, message in [
         ("a.csv", "x", r"\.txt or \.jsonl"),
+        ("e.jsonl", "", "is empty"),
+        ("w.jsonl", " \n\n", "is empty"),
+        ("f.jsonl", '{"ids": [1.5, 2]}\n', "whole numbers"),
+        ("s.jsonl", '{"ids": ["a"]}\n', "whole numbers"),
+        ("n.jsonl", '{"ids": [[1], [2]]}\n', "whole numbers"),
+        ("i.jsonl", '{"ids": 5}\n', "whole numbers"),
+        ("t.jsonl", '{"text": 5}\n', "must be a string"),
+        ("m.jsonl", '{"ids": [1]}\n{"text": "x"}\n', 'line 2: "ids" is missing'),
         ("a.jsonl", '{"body": "x"}\n', '"text" or an "ids" field'),
         ("b.jsonl", "{", "not valid JSONL"),
         ("a.txt", "  \n", "holds no text"),
