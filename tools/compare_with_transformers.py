@@ -67,6 +67,7 @@ class Job:
     target: str
     prompts: list[tuple[int, ...]]
     max_new_tokens: int
+    samplings: tuple[str, ...]
     expected: Texts
 
     def requests(self, sampling: SamplingParams, eos_ids: Sequence[int]) -> list[Request]:
@@ -125,7 +126,8 @@ def plain_texts(rank: int, job: Job) -> Texts:
     stage = build_stage(folder, StagePlan.even(spec.num_layers, 1), 0, ENGINE)
     texts: Texts = {}
     number = 0
-    for name, sampling in SAMPLINGS.items():
+    for name in job.samplings:
+        sampling = SAMPLINGS[name]
         if sampling.greedy:
             continue
         texts[name] = []
@@ -155,7 +157,8 @@ def decode_all(
         found = {}
         for drafts in [TRAINED] if module else SCRIPTS:
             script.right_share = SCRIPTS.get(drafts, 0.0)
-            for name, sampling in SAMPLINGS.items():
+            for name in job.samplings:
+                sampling = SAMPLINGS[name]
                 started, decoded = time.perf_counter(), []
                 requests = job.requests(sampling, folder.spec.eos_ids)
                 for request, ids in zip(requests, job.expected[name], strict=True):
@@ -277,6 +280,7 @@ def compare(arguments: argparse.Namespace, console: Console) -> list[Row]:
         target=arguments.target,
         prompts=prompts,
         max_new_tokens=arguments.max_new_tokens,
+        samplings=tuple(arguments.samplings),
         expected={},
     )
     plain = run_ranks(plain_texts, 1, (job,), timeout_s=arguments.timeout_s)[0]
@@ -292,6 +296,9 @@ def compare(arguments: argparse.Namespace, console: Console) -> list[Row]:
                 rows.append(judge(job, plan, drafts, name, found))
                 if rows[-1].ids_equal < len(prompts):
                     console.print(first_difference(job, drafts, name, found[0], where))
+            if arguments.json:
+                facts = [{**asdict(row), "ok": row.ok} for row in rows]
+                arguments.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return rows
 
 
@@ -313,7 +320,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument("--bounds", nargs="*", default=[], help="plans such as 0,1,3,5")
     parser.add_argument("--module", nargs="*", default=[], help="BOUNDS=FOLDER of trained modules")
-    parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument(
+        "--samplings",
+        nargs="*",
+        default=list(SAMPLINGS),
+        choices=list(SAMPLINGS),
+        metavar="NAME",
+        help=f"some of {', '.join(SAMPLINGS)}",
+    )
+    parser.add_argument("--json", type=Path, help="file for the rows, written as they come")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="of one launch of ranks")
     arguments = parser.parse_args(argv)
     try:
@@ -322,9 +337,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         Console(stderr=True).print(f"compare_with_transformers: {error}", highlight=False)
         return error.exit_code
     Console().print(table_of(rows))
-    if arguments.json:
-        facts = [{**asdict(row), "ok": row.ok} for row in rows]
-        arguments.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return 0 if all(row.ok for row in rows) else 1
 
 
