@@ -106,6 +106,34 @@ def run_eval(arguments: Sequence[str]) -> None:
         report.check()
 
 
+def run_bench(arguments: Sequence[str]) -> None:
+    """Measures the engine: `bench cycle`, over stages that sleep."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(f"usage: megatron-spd bench {{{','.join(BENCHES)}}} [--help]")
+        raise SystemExit(0 if arguments else 2)
+    bench = BENCHES.get(arguments[0])
+    if bench is None:
+        raise ConfigError(f"unknown benchmark {arguments[0]!r}; there is {', '.join(BENCHES)}")
+    bench(arguments[1:])
+
+
+def run_bench_cycle(arguments: Sequence[str]) -> None:
+    """Measures what a cycle costs beside the stages' own time, which they sleep out."""
+    from megatron_spd.cli.bench_cycle import bench_cycle
+
+    parser = ArgumentParser(
+        prog="megatron-spd bench cycle", exit_on_error=False, description=run_bench_cycle.__doc__
+    )
+    parser.add_argument("--json", type=str, default="", help="File for the report.")
+    options = _parse(parser, ("bench",), arguments)
+    report = bench_cycle(options.bench, ["bench", "cycle", *arguments], options.json)
+    if report is not None:
+        Console().print(report.to_table())
+
+
+BENCHES: dict[str, Callable[[Sequence[str]], None]] = {"cycle": run_bench_cycle}
+"""What `bench` can measure."""
+
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "quickstart": run_quickstart,
     "plan": run_plan,
@@ -113,6 +141,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "generate": run_generate,
     "eval": run_eval,
     "regenerate": run_regenerate,
+    "bench": run_bench,
 }
 """Each subcommand and what runs it."""
 

@@ -29,17 +29,21 @@ def write_run(folder: Path, config: Mapping[str, Any]) -> Path:
 def write_provenance(
     folder: Path, *, command: Sequence[str] | None = None, facts: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write `provenance.json`: the command, the versions, the time (UTC) and the caller's facts."""
-    record = {
-        "command": list(sys.argv if command is None else command),
-        "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "versions": {"megatron-spd": megatron_spd.__version__, **_versions()},
-        "facts": dict(facts or {}),
-    }
+    """Write `provenance.json`: what `provenance` says, and the caller's facts."""
+    record = {**provenance(sys.argv if command is None else command), "facts": dict(facts or {})}
     path = Path(folder) / "provenance.json"
     write_atomic(path, (json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
     return path
+
+
+def provenance(command: Sequence[str]) -> dict[str, Any]:
+    """What a result must carry to be had again: the command, the versions, the time (UTC)."""
+    return {
+        "command": list(command),
+        "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "versions": {"megatron-spd": megatron_spd.__version__, **_versions()},
+    }
 
 
 def _versions() -> dict[str, str]:

@@ -32,6 +32,7 @@ from megatron_spd.inference.requests import Request, Result
 from megatron_spd.inference.stage_worker import TargetCompute
 from megatron_spd.inference.timeline import MeteredCompute, Timeline
 from megatron_spd.launcher import run_under_torchrun
+from megatron_spd.schedule.theory import eal_of
 from megatron_spd.speculation.config import ModuleConfig
 from megatron_spd.speculation.module import SpeculationModule
 from megatron_spd.stage_plan import StagePlan
@@ -140,14 +141,6 @@ def wilson_interval(right: int, total: int) -> tuple[float, float] | None:
     middle = (share + room / 2) / (1 + room)
     half = math.sqrt(share * (1 - share) * room + room**2 / 4) / (1 + room)
     return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def eal_of(acceptance: float, num_stages: int) -> float:
-    """EAL of one chain at an acceptance: n / (n (1 - a) + a).
-
-    An accepted token costs 1 cycle, a corrected one n.
-    """
-    return num_stages / (num_stages * (1 - acceptance) + acceptance)
 
 
 def _on_rank(

@@ -7,6 +7,7 @@ values by their `__post_init__`. An unknown table or key is refused by name.
 
 from megatron_spd.config.options import (
     SECTIONS,
+    BenchOptions,
     EvalOptions,
     GenerateOptions,
     ModuleOptions,
@@ -25,6 +26,7 @@ __all__ = [
     "RegenerateOptions",
     "EvalOptions",
     "QuickstartOptions",
+    "BenchOptions",
     "SECTIONS",
     "add_sections",
     "load_config",

@@ -310,6 +310,55 @@ class QuickstartOptions:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """The engine over stages that sleep: no target, the plan's shape is given here.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    num_stages: int = 4
+    """Stages, a rank each."""
+    stage_ms: float = 20.0
+    """Milliseconds a stage takes for a wave."""
+    agreement: tuple[float, ...] = (0.8,)
+    """Share of positions whose draft is right."""
+    num_tokens: int = 80
+    """Tokens to write with drafts, after the first one."""
+    num_plain_tokens: int = 12
+    """Tokens to write without drafts, once before and once after those with drafts."""
+    num_hops: int = 30
+    """Times a bare message goes round all ranks, once before and once after."""
+    hidden_size: int = 2560
+    """Width of the hidden states that travel, in bfloat16."""
+    vocab_size: int = 32_000
+    """Tokens there are."""
+    module_own_rank: bool = True
+    """Whether the driver has its own rank; beside stage 0 it cannot draft while that sleeps."""
+    seed: int = 0
+    """Seed of the text and of which drafts are right."""
+
+    def __post_init__(self) -> None:
+        _at_least(
+            "bench",
+            self,
+            num_stages=1,
+            stage_ms=0,
+            num_tokens=2,
+            num_plain_tokens=1,
+            num_hops=1,
+            hidden_size=1,
+            vocab_size=2,
+            seed=0,
+        )
+        if len(self.agreement) != 1 or not 0 <= self.agreement[0] <= 1:
+            raise ConfigError(
+                f"bench.agreement ({list(self.agreement)}) must be one share between 0 and 1: "
+                "the engine drafts one candidate a cycle"
+            )
+
+
 SECTIONS: dict[str, type[Any]] = {
     "plan": PlanConfig,
     "module": ModuleOptions,
@@ -318,6 +367,7 @@ SECTIONS: dict[str, type[Any]] = {
     "regenerate": RegenerateOptions,
     "eval": EvalOptions,
     "quickstart": QuickstartOptions,
+    "bench": BenchOptions,
 }
 """The tables of a configuration file."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megatron_spd.errors import ScheduleError
 from megatron_spd.inference.drafter import Drafter
 from megatron_spd.inference.links import DriverLinks
+from megatron_spd.inference.phases import PhaseClock
 from megatron_spd.inference.requests import Request, Result, TextEnd
 from megatron_spd.inference.timeline import Timeline
 from megatron_spd.sampling import SamplingParams
@@ -57,6 +58,7 @@ class Driver:
         self.machine = Machine(plan.num_stages, num_rows, chunk_tokens=chunk_tokens)
         self.drafter = drafter
         self.timeline: Timeline | None = None
+        self.phases: PhaseClock | None = None
         self._plan, self._links = plan, links
         self._max_positions, self._decode = max_positions, decode
         self._open: dict[int, _Open] = {}
@@ -80,14 +82,18 @@ class Driver:
 
     def cycle(self) -> list[tuple[int, Result]]:
         """One cycle; returns the requests that ended in it."""
+        self._mark("between")
         ended = self._judge()
+        self._mark("decide")
         wave, cycle = self.machine.emit(), self.machine.cycle - 1
         if wave is not None:
             self._waves[wave.number] = wave
             if self.timeline is not None:
                 self.timeline.record(wave)
             self._links.emit(WaveHeader.of(wave, self._sampling))
+        self._mark("emit")
         self._links.step_local(cycle)
+        self._mark("stage")
         self._observe(cycle - 1)
         for number, _ in ended:
             # only now: the wave that ended the request has given its last taps
@@ -95,7 +101,12 @@ class Driver:
         for number, state in self.machine.requests.items():
             if not state.prefilling:
                 self.drafter.propose(self.machine, number, self._sampling[number])
+        self._mark("draft")
         return ended
+
+    def _mark(self, phase: str) -> None:
+        if self.phases is not None:
+            self.phases.mark(phase)
 
     def _admit(self, request: Request) -> int:
         limit = request.limit(self._max_positions)
@@ -108,10 +119,13 @@ class Driver:
 
     def _judge(self) -> list[tuple[int, Result]]:
         wave = self.machine.wave_due()
-        if wave is None:
+        tokens = None if wave is None else self._links.tokens(wave.number)
+        if self.phases is not None:
+            self.phases.turn(self.machine.cycle)
+        if tokens is None:
             return []
         ended: list[tuple[int, Result]] = []
-        commits = self.machine.answer(self._links.tokens(wave.number))
+        commits = self.machine.answer(tokens)
         if self.timeline is not None:
             self.timeline.commit(commits)
         for commit in commits:
@@ -140,7 +154,9 @@ class Driver:
             if wave is None:
                 continue
             taps = self._links.taps(wave.number, stage)
+            self._mark("taps")
             self.drafter.observe(wave.nodes, stage, taps)
+            self._mark("observe")
             if stage == self._plan.num_stages - 1:
                 del self._waves[wave.number]
                 self._links.forget(wave.number)

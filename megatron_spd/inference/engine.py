@@ -89,8 +89,18 @@ def build_stage(
     return TargetCompute(model, kv, is_last=stage == plan.num_stages - 1)
 
 
+def meet(plan: StagePlan) -> None:
+    """Agree with the other ranks on the plan; every rank must call it, before anything else.
+
+    Raises:
+        CommError: the plan needs other ranks, or the ranks hold different plans.
+    """
+    comm.name_stages(plan)
+    comm.exchange_fingerprints(plan.fingerprint)
+
+
 def join_plan(plan: StagePlan) -> None:
-    """Meet the other ranks under this plan; the first thing that every rank does.
+    """Meet the other ranks under this plan, ready to run the target's stages.
 
     The ranks must have met (`comm.init_ranks`). A second call does no harm if all ranks make it.
 
@@ -99,8 +109,7 @@ def join_plan(plan: StagePlan) -> None:
     """
     from megatron_spd.model.parallel import init_single_rank
 
-    comm.name_stages(plan)
-    comm.exchange_fingerprints(plan.fingerprint)
+    meet(plan)
     init_single_rank()  # makes process groups, so every rank must take part
 
 
@@ -139,9 +148,36 @@ def decode_on_ranks(
         CommError: the ranks hold different plans, or a peer dies.
     """
     join_plan(plan)
-    compute = compute or build_compute(folder, plan, options)
+    return run_joined(
+        folder.spec,
+        plan,
+        options,
+        compute=compute or build_compute(folder, plan, options),
+        drafter=drafter,
+        decode=decode,
+        work=work,
+    )
+
+
+def run_joined(
+    spec: TargetSpec,
+    plan: StagePlan,
+    options: EngineOptions,
+    *,
+    compute: StageCompute | None,
+    drafter: Callable[[], Drafter],
+    decode: Callable[[Sequence[int]], str],
+    work: Callable[[Driver], T],
+) -> T | None:
+    """This rank's part of a plan on which the ranks have met; needs the target's shape alone.
+
+    Arguments and result are those of `decode_on_ranks`.
+
+    Raises:
+        CommError: a peer dies.
+    """
     roles = plan.roles_of(comm.current_world().rank)
-    wire = options.wire(folder.spec, plan)
+    wire = options.wire(spec, plan)
     if not roles.module:
         if roles.stage is None or compute is None:
             raise AssertionError(f"{roles} has nothing to run")
@@ -152,9 +188,9 @@ def decode_on_ranks(
         plan=plan,
         links=links,
         drafter=drafter(),
-        max_positions=folder.spec.max_positions,
+        max_positions=spec.max_positions,
         decode=decode,
-        num_rows=options.num_rows(folder.spec, plan),
+        num_rows=options.num_rows(spec, plan),
         chunk_tokens=options.chunk_tokens,
     )
     result = work(driver)

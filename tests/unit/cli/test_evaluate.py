@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_spd.__main__ import main
-from megatron_spd.cli.evaluate import EvalReport, eal_of, summary_of, wilson_interval
+from megatron_spd.cli.evaluate import EvalReport, summary_of, wilson_interval
 from megatron_spd.errors import AgreementError
 from megatron_spd.inference.requests import Result
 from megatron_spd.schedule.machine import Counters
@@ -41,10 +41,6 @@ def test_the_interval_is_wilsons() -> None:
     assert wilson_interval(15, 20) == pytest.approx((0.5313, 0.8881), abs=1e-4)
     assert wilson_interval(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
     assert wilson_interval(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
-
-
-def test_theory_meets_both_ends() -> None:
-    assert (eal_of(1.0, 4), eal_of(0.0, 4)) == (4.0, 1.0)
 
 
 def test_sums_are_over_tokens_not_over_prompts() -> None:
