@@ -127,14 +127,17 @@ class WaveFormat:
         Raises:
             CommError: the wave is larger than the format.
         """
-        message = torch.zeros(self.message_bytes, dtype=torch.uint8)
         words = self._words(header)
-        message[: 8 * len(words)] = torch.tensor(words, dtype=torch.int64).view(torch.uint8)
+        raw = bytearray(self.message_bytes)
+        struct.pack_into(f"<{len(words)}q", raw, 0, *words)
+        message = torch.frombuffer(raw, dtype=torch.uint8)
         if hidden is not None and self.fits_inline(header):
-            raw = hidden.detach().to("cpu").contiguous().view(torch.uint8).reshape(-1)
-            start = 8 * self.header_words
-            message[start : start + raw.numel()] = raw
+            self.put_hidden(message, hidden)
         return message
+
+    def put_hidden(self, message: Tensor, hidden: Tensor) -> None:
+        """Write hidden states [N, H] into a message, over those it may hold."""
+        self._inline(message, len(hidden)).copy_(hidden.detach())
 
     def fits_inline(self, header: WaveHeader) -> bool:
         """Whether the hidden states need no message of their own."""
@@ -146,8 +149,9 @@ class WaveFormat:
         Raises:
             CommError: another wire version or another plan.
         """
-        words = message[: 8 * self.header_words].view(torch.int64).tolist()
-        version, fingerprint, kind, number, nodes, commits, requests, width = words[:_PREFIX]
+        raw = message.numpy().data
+        prefix = struct.unpack_from(f"<{_PREFIX}q", raw)
+        version, fingerprint, kind, number, nodes, commits, requests, width = prefix
         if version != WIRE_VERSION or fingerprint != _signed(self.fingerprint):
             raise CommError(
                 f"expected wire version {WIRE_VERSION} and plan {self.fingerprint}, got version "
@@ -155,16 +159,17 @@ class WaveFormat:
             )
         if kind == _STOP:
             return WaveHeader.stop()
-        reader = _Reader(words, _PREFIX)
+        size = nodes * (_NODE_FIELDS + width) + 2 * commits + _SAMPLING_FIELDS * requests
+        reader = _Reader(struct.unpack_from(f"<{size}q", raw, 8 * _PREFIX))
         tokens, positions, rows, owners, judged = (reader.take(nodes) for _ in range(_NODE_FIELDS))
         ancestors = [tuple(r for r in reader.take(width) if r >= 0) for _ in range(nodes)]
         pairs = [(row, request) for row, request in (reader.take(2) for _ in range(commits))]
         return WaveHeader(
             number=number,
-            tokens=tuple(tokens),
-            positions=tuple(positions),
-            rows=tuple(rows),
-            requests=tuple(owners),
+            tokens=tokens,
+            positions=positions,
+            rows=rows,
+            requests=owners,
             judged=tuple(bool(flag) for flag in judged),
             ancestors=tuple(ancestors),
             commits=tuple(pairs),
@@ -173,10 +178,12 @@ class WaveFormat:
 
     def inline_hidden(self, message: Tensor, header: WaveHeader) -> Tensor:
         """The hidden states [N, H] that rode in a message."""
+        return self._inline(message, header.num_nodes).clone()
+
+    def _inline(self, message: Tensor, nodes: int) -> Tensor:
         start = 8 * self.header_words
-        size = header.num_nodes * self.hidden_size * self.dtype.itemsize
-        raw = message[start : start + size].clone()
-        return raw.view(self.dtype).view(header.num_nodes, self.hidden_size)
+        size = nodes * self.hidden_size * self.dtype.itemsize
+        return message[start : start + size].view(self.dtype).view(nodes, self.hidden_size)
 
     def _words(self, header: WaveHeader) -> list[int]:
         width = max((len(rows) for rows in header.ancestors), default=0)
@@ -202,12 +209,12 @@ class WaveFormat:
 
 
 class _Reader:
-    """Takes runs of words from a list, one after the other."""
+    """Takes runs of words, one after the other."""
 
-    def __init__(self, words: list[int], start: int) -> None:
-        self._words, self._at = words, start
+    def __init__(self, words: tuple[int, ...]) -> None:
+        self._words, self._at = words, 0
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int) -> tuple[int, ...]:
         self._at += count
         return self._words[self._at - count : self._at]
 
@@ -224,7 +231,7 @@ def _sampling_words(request: int, params: SamplingParams) -> list[int]:
     return [request, bits[0], params.top_k, bits[1], seed]
 
 
-def _sampling_from(words: list[int]) -> tuple[int, SamplingParams]:
+def _sampling_from(words: tuple[int, ...]) -> tuple[int, SamplingParams]:
     request, temperature, top_k, top_p, seed = words
     floats = [struct.unpack("<d", struct.pack("<q", bits))[0] for bits in (temperature, top_p)]
     params = SamplingParams(

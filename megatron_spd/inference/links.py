@@ -30,11 +30,13 @@ class WaveIn:
     def __init__(self, peer: int, wire: WaveFormat) -> None:
         self._waves, self._overflow = Channel(peer, _WAVE), Channel(peer, _OVERFLOW)
         self._wire = wire
+        self.message = torch.empty(0, dtype=torch.uint8)
+        """The newest wave's bytes."""
         self._next = self._waves.post_receive(wire.message_bytes)
 
     def receive(self, *, with_hidden: bool) -> tuple[WaveHeader, Tensor | None]:
         """The next wave, and its hidden states unless it comes from the driver."""
-        message = self._next.wait()
+        message = self.message = self._next.wait()
         header = self._wire.unpack(message)
         if header.is_stop:
             return header, None
@@ -56,8 +58,21 @@ class WaveOut:
 
     def send(self, header: WaveHeader, hidden: Tensor | None) -> None:
         """Send one wave; returns at once."""
-        self._waves.send(self._wire.pack(header, hidden))
-        if hidden is not None and not self._wire.fits_inline(header):
+        self._send(self._wire.pack(header, None), header, hidden)
+
+    def relay(self, message: Tensor, header: WaveHeader, hidden: Tensor) -> None:
+        """Send a wave that came, with what this stage made of it; `message` is used up.
+
+        A header is the same on every hop, so its bytes travel on as they came.
+        """
+        self._send(message, header, hidden)
+
+    def _send(self, message: Tensor, header: WaveHeader, hidden: Tensor | None) -> None:
+        inline = self._wire.fits_inline(header)
+        if hidden is not None and inline:
+            self._wire.put_hidden(message, hidden)
+        self._waves.send(message)
+        if hidden is not None and not inline:
             self._overflow.send(hidden)
 
     def flush(self) -> None:
@@ -98,7 +113,7 @@ def run_stage(plan: StagePlan, stage: int, wire: WaveFormat, compute: StageCompu
             break
         result = compute.step(header, hidden)
         if onward is not None:
-            onward.send(header, result.hidden)
+            onward.relay(waves.message, header, result.hidden)
         answers.send(result)
     if onward is not None:
         onward.send(header, None)

@@ -71,3 +71,14 @@ def test_a_wave_larger_than_the_format_is_refused() -> None:
     small = dataclasses.replace(FORMAT, max_nodes=1, max_ancestors=0)
     with pytest.raises(CommError, match="4 nodes"):
         small.pack(headers_of_a_run()[0], None)
+
+
+def test_a_message_takes_the_next_stages_hidden_states() -> None:
+    header = next(h for h in headers_of_a_run() if h.num_nodes == 1)
+    message = FORMAT.pack(header, torch.randn(1, 4).bfloat16())
+    received = FORMAT.inline_hidden(message, header)
+    kept, hidden = received.clone(), torch.randn(1, 4).bfloat16()
+    FORMAT.put_hidden(message, hidden)
+    assert torch.equal(FORMAT.inline_hidden(message, header), hidden)
+    assert torch.equal(received, kept)
+    assert FORMAT.unpack(message) == header
