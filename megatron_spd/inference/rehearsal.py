@@ -58,9 +58,11 @@ class TokenScript:
     def candidates(self, position: int, width: int = 1) -> list[int]:
         """The `width` best candidates for a position, best first, all different."""
         true = self.token(position)
-        right = self._place[position] if position < len(self._place) else width
-        wrong = [(true + 1 + place) % self._vocab for place in range(width)]
-        return [*wrong[:right], true, *wrong[right:]][:width] if right < width else wrong
+        found = [(true + 1 + place) % self._vocab for place in range(width)]
+        right = self._place[position] if position < len(self._place) else None
+        if right is not None and right < width:
+            found.insert(right, true)
+        return found[:width]
 
 
 class RehearsedDrafter:
@@ -125,6 +127,6 @@ class SleepingCompute:
         return torch.tensor([self._script.token(at + 1) if asked else -1 for at, asked in pairs])
 
 
-def _place(agreement: Sequence[float], draw: float) -> int:
-    """Which candidate is right when a uniform draw falls so; past the last one, none."""
-    return next((place for place, share in enumerate(agreement) if draw < share), len(agreement))
+def _place(agreement: Sequence[float], draw: float) -> int | None:
+    """Which candidate is right when a uniform draw falls so; None when none is."""
+    return next((place for place, share in enumerate(agreement) if draw < share), None)
