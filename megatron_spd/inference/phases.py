@@ -11,14 +11,14 @@ import time
 from dataclasses import dataclass, field
 
 PHASES = {
-    "decide": "judge the answers, commit or reject",
-    "emit": "write the next wave's header, send it, post the receives of its answers",
-    "stage": "forward this rank's own stage, where it has one",
-    "taps": "wait for the taps of the cycle before",
+    "decide": "judge, commit or reject",
+    "emit": "write and send the next wave",
+    "stage": "forward the own stage, if any",
+    "taps": "wait for the last cycle's taps",
     "observe": "hand them to the drafter",
     "draft": "propose what enters next",
-    "between": "leave one cycle, enter the next",
-    "answers": "wait for the tokens that leave the last stage",
+    "between": "from one cycle to the next",
+    "answers": "wait for the tokens",
 }
 """Every phase of a cycle, in order, and what the driver does in it."""
 
