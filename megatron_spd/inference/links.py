@@ -25,7 +25,11 @@ _WAVE, _OVERFLOW, _TAPS, _TOKENS = 1, 2, 3, 4
 
 
 class WaveIn:
-    """Waves from the rank before, each receive posted while the wave before is forwarded."""
+    """Waves from the rank before. Two receives are posted whenever one is waited for.
+
+    So the next wave's is there before its message, and none is posted between a wave's arrival
+    and its work.
+    """
 
     def __init__(self, peer: int, wire: WaveFormat) -> None:
         self._waves, self._overflow = Channel(peer, _WAVE), Channel(peer, _OVERFLOW)
@@ -36,15 +40,17 @@ class WaveIn:
 
     def receive(self, *, with_hidden: bool) -> tuple[WaveHeader, Tensor | None]:
         """The next wave, and its hidden states unless it comes from the driver."""
-        message = self.message = self._next.wait()
-        header = self._wire.unpack(message)
+        following = self._waves.post_receive(self._wire.message_bytes)
+        self.message = self._next.wait()
+        self._next = following
+        header = self._wire.unpack(self.message)
         if header.is_stop:
+            following.wait()  # the stop comes twice, so that no receive stays posted
             return header, None
-        self._next = self._waves.post_receive(self._wire.message_bytes)
         if not with_hidden:
             return header, None
         if self._wire.fits_inline(header):
-            return header, self._wire.inline_hidden(message, header)
+            return header, self._wire.inline_hidden(self.message, header)
         shape = (header.num_nodes, self._wire.hidden_size)
         return header, self._overflow.post_receive(shape, self._wire.dtype).wait()
 
@@ -74,6 +80,11 @@ class WaveOut:
         self._waves.send(message)
         if hidden is not None and not inline:
             self._overflow.send(hidden)
+
+    def stop(self) -> None:
+        """Send the stop to both of the receives that the rank behind has posted."""
+        for _ in range(2):
+            self._waves.send(self._wire.pack(WaveHeader.stop(), None))
 
     def flush(self) -> None:
         """Wait until everything sent was taken."""
@@ -116,7 +127,7 @@ def run_stage(plan: StagePlan, stage: int, wire: WaveFormat, compute: StageCompu
             onward.relay(waves.message, header, result.hidden)
         answers.send(result)
     if onward is not None:
-        onward.send(header, None)
+        onward.stop()
         onward.flush()
     answers.flush()
 
@@ -224,13 +235,12 @@ class DriverLinks:
 
     def stop(self) -> None:
         """End every stage; the pipeline must be empty."""
-        header = WaveHeader.stop()
         if self._out is not None:
-            self._out.send(header, None)
+            self._out.stop()
         if self._local_in is not None:
             self._local_in.receive(with_hidden=True)
         if self._local_out is not None:
-            self._local_out.send(header, None)
+            self._local_out.stop()
         for out in (self._out, self._local_out):
             if out is not None:
                 out.flush()
