@@ -20,6 +20,9 @@ from megatron_spd.schedule.machine import Machine, Node
 from megatron_spd.stage_plan import StagePlan
 from megatron_spd.wave import WaveHeader
 
+_LEARN_S = 1e-5
+"""Seconds by which a wave corrects the lateness that a sleeping stage expects."""
+
 
 class TokenScript:
     """A text of `length` positions, and the candidates that a drafter has for each.
@@ -86,6 +89,9 @@ class RehearsedDrafter:
 class SleepingCompute:
     """A stage that takes `seconds` for any wave and gives zeros of the right shapes.
 
+    A sleeper wakes late, which a stage that computes does not: the usual lateness is learned and
+    slept less, so that the median wave takes `seconds`.
+
     Args:
         plan: the plan.
         stage: the stage it stands for.
@@ -109,6 +115,7 @@ class SleepingCompute:
         self._hidden_size, self._dtype = hidden_size, dtype
         self._num_taps = len(plan.taps_of(stage))
         self._is_last = stage == plan.num_stages - 1
+        self._late = 0.0
 
     def step(self, header: WaveHeader, hidden: Tensor | None) -> WaveResult:
         """Sleep out the stage's time; making the tensors is part of it."""
@@ -119,7 +126,10 @@ class SleepingCompute:
             taps=torch.zeros((self._num_taps, *shape), dtype=self._dtype),
             tokens=self._choose(header) if self._is_last else None,
         )
-        time.sleep(max(0.0, until - time.perf_counter()))
+        time.sleep(max(0.0, until - self._late - time.perf_counter()))
+        # small steps of one size follow the median: a wave that was held up moves it no further
+        step = _LEARN_S if time.perf_counter() > until else -_LEARN_S
+        self._late = min(max(0.0, self._late + step), self._seconds)
         return result
 
     def _choose(self, header: WaveHeader) -> Tensor:

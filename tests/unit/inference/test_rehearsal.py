@@ -74,13 +74,36 @@ def test_a_sleeping_stage_takes_its_time_and_gives_what_a_stage_gives() -> None:
     )
     started = time.perf_counter()
     result = first.step(HEADER, None)
-    assert time.perf_counter() - started >= 0.01
+    assert time.perf_counter() - started >= 0.0099
     assert result.hidden.shape == (2, 8) and result.hidden.dtype == torch.bfloat16
     assert result.taps.shape == (2, 2, 8) and result.tokens is None
     result = last.step(HEADER, result.hidden)
     assert result.taps.shape == (1, 2, 8) and result.tokens is not None
     assert result.tokens.dtype == torch.int64
     assert result.tokens.tolist() == [-1, script.token(2)]
+
+
+def test_the_median_wave_takes_the_stages_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [0.0], []
+
+    def sleep_late(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds + (0.05 if len(slept) % 10 == 0 else 0.0002)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep_late)
+    stage = SleepingCompute(
+        StagePlan.even(2, 2),
+        0,
+        TokenScript((0.5,), length=9, vocab_size=50),
+        seconds=0.01,
+        hidden_size=8,
+        dtype=torch.float32,
+    )
+    for _ in range(100):
+        stage.step(HEADER, None)
+    assert slept[0] == 0.01
+    assert slept[-1] == pytest.approx(0.0098, abs=5e-5)
 
 
 def test_the_ring_passes_every_stage_and_ends_at_the_driver() -> None:
