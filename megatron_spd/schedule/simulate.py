@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import random
+from bisect import bisect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from megatron_spd.errors import ScheduleError
 from megatron_spd.schedule.machine import Commit, Counters, Machine, Node, Wave
 from megatron_spd.schedule.trace import CycleRecord
+from megatron_spd.schedule.tree import Opinion, enter_best
 
 _REQUEST = 0
 
@@ -87,3 +93,61 @@ def _forwards(waves: list[Wave | None], num_stages: int) -> tuple[tuple[str, ...
 
 def _label(node: Node) -> str:
     return f"{node.position - 1}{'*' if node.corrected else ''}"
+
+
+def simulate_tree(
+    num_stages: int,
+    num_tokens: int,
+    width: int,
+    *,
+    agreement: Sequence[float],
+    seed: int = 0,
+    repairs: bool = True,
+) -> Counters:
+    """Decode `num_tokens` tokens with W candidates a wave and a module of a known agreement.
+
+    The target's token is the module's first choice at a share `agreement[0]` of the positions,
+    among the first two at a share `agreement[1]`, and so on, wherever they fall. Behind a wrong
+    token the module has the same opinion, which is of no use. It is calibrated: it gives each place
+    of its list just its chance, at every depth, so repairs here are late siblings only.
+
+    Args:
+        num_stages: n.
+        num_tokens: tokens to commit behind the first.
+        width: W.
+        agreement: cumulative top-1, top-2, ... agreement, rising, at most 1.
+        seed: of the order of the target's tokens.
+        repairs: see `tree.best_first`.
+
+    Raises:
+        ScheduleError: the agreement does not rise, or leaves 0..1.
+    """
+    if not all(a < b for a, b in pairwise((0.0, *agreement))) or agreement[-1] > 1:
+        raise ScheduleError(f"agreement is {tuple(agreement)}, expected it to rise from 0 to 1")
+    opinion = [
+        (place, math.log(after - before))
+        for place, (before, after) in enumerate(pairwise((0.0, *agreement)))
+    ]
+    dice = random.Random(seed)
+    # A token is its place in the module's list; the place behind the list is in no list. Every
+    # place is there as often as its chance says, in a random order: less scatter than dice.
+    length = num_tokens + num_stages + 4
+    text = [bisect(agreement, (place + 0.5) / length) for place in range(length)]
+    dice.shuffle(text)
+    machine = Machine(num_stages, num_rows=num_tokens + (num_stages + 1) * (width + 3))
+    machine.admit(_REQUEST, [-1], limit=len(text))
+    _prefill(machine, text.__getitem__)
+    counters = machine.requests[_REQUEST].counters
+    opinions: dict[Node, Opinion] = {}
+    while counters.committed < num_tokens:
+        enter_best(machine, _REQUEST, opinions, width=width, repairs=repairs)
+        wave = machine.emit()
+        opinions |= dict.fromkeys(() if wave is None else wave.nodes, opinion)
+        due = machine.wave_due()
+        gone = () if due is None else due.nodes
+        _answer(machine, text.__getitem__)
+        for node in gone:
+            del opinions[node]
+    machine.finish(_REQUEST)
+    machine.check_integrity()
+    return counters
