@@ -133,24 +133,39 @@ def candidates(
     request's temperature (1 when greedy), float32 ``[W]``. Tokens that the filters remove from the
     draft come last.
     """
-    logits = draft_logits.to(torch.float64)
     ids = draft_ids.to(torch.int64)
-    width = min(width, logits.shape[0])
-    scaled = logits if params.greedy else logits / params.temperature
-    scores = scaled
+    width = min(width, len(ids))
+    noise = None
     if not params.greedy:
-        noise = gumbel(params.seed, torch.tensor([position], device=ids.device), ids)[0]
-        scores = scaled + noise
-        if params.filters:
-            scores = torch.where(_kept(scaled, params, ids), scores, scores - _FILTERED_PENALTY)
+        noise = gumbel(params.seed, torch.tensor([position], device=ids.device), ids)
+    scores = draft_scores(draft_logits[None], ids, params, noise)[0]
+    scaled = draft_logits.to(torch.float64) / (params.temperature or 1.0)
     if width < 1:
-        return ids[:0], logits[:0].to(torch.float32)
+        return ids[:0], scaled[:0].to(torch.float32)
     floor = torch.topk(scores, width).values[-1]
     rows = torch.nonzero(scores >= floor)[:, 0]
     rows = rows[torch.argsort(ids[rows])]
     rows = rows[torch.argsort(scores[rows], descending=True, stable=True)][:width]
     log_probs = scaled[rows] - torch.logsumexp(scaled, dim=0)
     return ids[rows], log_probs.to(torch.float32)
+
+
+def draft_scores(
+    draft_logits: Tensor, draft_ids: Tensor, params: SamplingParams, noise: Tensor | None
+) -> Tensor:
+    """What ``candidates`` ranks by, float64 ``[N, Vd]``: ``logits / T + noise`` of N rows.
+
+    ``noise`` is ``gumbel`` of ``draft_ids`` at the rows' positions, or None when greedy. Tokens
+    that the filters remove from the draft get a score far below all others.
+    """
+    scaled = draft_logits.to(torch.float64) / (params.temperature or 1.0)
+    if noise is None:
+        return scaled
+    scores = scaled + noise
+    if params.filters:
+        kept = torch.stack([_kept(row, params, draft_ids) for row in scaled])
+        scores = torch.where(kept, scores, scores - _FILTERED_PENALTY)
+    return scores
 
 
 def _scores(logits: Tensor, params: SamplingParams, position: Tensor, ids: Tensor) -> Tensor:

@@ -27,7 +27,11 @@ class Drafter(Protocol):
         ...
 
     def propose(self, machine: Machine, request: int, sampling: SamplingParams) -> None:
-        """Propose at most one token behind the newest node of a request."""
+        """Work while the stages work: propose tokens of a request, or prepare to."""
+        ...
+
+    def enter(self, machine: Machine, request: int) -> None:
+        """Propose what enters right now: the answers of the cycle are known, its wave is next."""
         ...
 
     def forget(self, request: int) -> None:
@@ -42,6 +46,9 @@ class SilentDrafter:
         """No taps are read."""
 
     def propose(self, machine: Machine, request: int, sampling: SamplingParams) -> None:
+        """Nothing is proposed."""
+
+    def enter(self, machine: Machine, request: int) -> None:
         """Nothing is proposed."""
 
     def forget(self, request: int) -> None:
@@ -74,6 +81,9 @@ class ScriptedDrafter:
             return
         right = self._coin.random() < self.right_share
         machine.propose(newest, true if right else (true + 1) % self._vocab)
+
+    def enter(self, machine: Machine, request: int) -> None:
+        """All was proposed before."""
 
     def forget(self, request: int) -> None:
         """A script keeps nothing of a request."""
@@ -135,7 +145,8 @@ class ModuleDrafter:
         complete = [n for n in self._complete.pop(request, []) if n.alive]
         features, depths = self._features(machine, path)
         deepest = [self._feature(node, self._plan.num_stages) for node in complete]
-        hidden = self._forward([*complete, *path], torch.stack([*deepest, *features]), complete)
+        above = [tuple(path[:place]) for place in range(len(path))]
+        hidden = self._forward(complete, path, torch.stack([*deepest, *features]), above)
         logits = self._module.logits(hidden[-1])
         if self.on_rows is not None:
             rows = torch.stack(features)
@@ -150,6 +161,9 @@ class ModuleDrafter:
             logits, self._module.draft_ids, sampling, newest.position + 1, 1
         )
         machine.propose(newest, int(ids[0]), log_prob=float(log_probs[0]))
+
+    def enter(self, machine: Machine, request: int) -> None:
+        """All was proposed before."""
 
     def forget(self, request: int) -> None:
         """Drop what is kept of a request."""
@@ -187,7 +201,22 @@ class ModuleDrafter:
             self._taps[node] = taps
         return taps
 
-    def _forward(self, nodes: Sequence[Node], features: Tensor, complete: Sequence[Node]) -> Tensor:
+    def _forward(
+        self,
+        complete: Sequence[Node],
+        live: Sequence[Node],
+        features: Tensor,
+        above: Sequence[Sequence[Node]],
+    ) -> Tensor:
+        """Write the rows of nodes and return what the layers make of them, [C + M, H].
+
+        Args:
+            complete: C nodes that left the pipeline; they are committed here, for good.
+            live: M nodes in flight.
+            features: [C + M, H].
+            above: of each live node its ancestors in flight; all of them are in `live`.
+        """
+        nodes = [*complete, *live]
         rows = torch.tensor([-1 if node.row is None else node.row for node in nodes])
         positions = torch.tensor([node.position for node in nodes])
         requests = torch.tensor([node.request for node in nodes])
@@ -195,9 +224,11 @@ class ModuleDrafter:
         if complete:
             done = len(complete)
             self._kv.commit(rows[:done], requests[:done])
-        in_flight = rows[len(complete) :].tolist()
-        ancestors = torch.full((len(nodes), len(in_flight)), -1, dtype=torch.int64)
-        for place in range(len(in_flight)):
-            ancestors[len(complete) + place, :place] = torch.tensor(in_flight[:place])
-        visible = self._kv.visible(rows, requests, positions, ancestors)
+        width = max((len(found) for found in above), default=0)
+        ancestors = [[-1] * width for _ in complete]
+        for found in above:
+            named = [-1 if node.row is None else node.row for node in found]
+            ancestors.append([*named, *[-1] * (width - len(named))])
+        seen = torch.tensor(ancestors, dtype=torch.int64).view(len(nodes), width)
+        visible = self._kv.visible(rows, requests, positions, seen)
         return self._module.forward_rows(features, positions, visible, rows, self._kv)

@@ -1,7 +1,8 @@
 """The driver: once a cycle it reads the answers, commits or rejects, emits, and drafts.
 
 The order inside `cycle` is the design: the wave leaves before the module drafts, so that stages
-and module work at the same time, and nothing else is waited for.
+and module work at the same time, and nothing else is waited for. A tree chooses which of its drafts
+enter once the answers have come: few comparisons, which the stages wait for.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ class Driver:
         """One cycle; returns the requests that ended in it."""
         self._mark("between")
         ended = self._judge()
+        for number in self.machine.requests:
+            self.drafter.enter(self.machine, number)
         self._mark("decide")
         wave, cycle = self.machine.emit(), self.machine.cycle - 1
         if wave is not None:

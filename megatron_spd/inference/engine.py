@@ -17,6 +17,7 @@ from megatron_spd.inference.drafter import Drafter, ModuleDrafter
 from megatron_spd.inference.driver import Driver
 from megatron_spd.inference.links import DriverLinks, run_stage
 from megatron_spd.inference.stage_worker import StageCompute, TargetCompute
+from megatron_spd.inference.tree_drafter import TreeDrafter
 from megatron_spd.kv_rows import KvRows
 from megatron_spd.speculation.config import ModuleConfig
 from megatron_spd.speculation.module import SpeculationModule
@@ -34,13 +35,17 @@ class EngineOptions:
     chunk_tokens: int = 64
     """Prompt tokens that enter in one wave."""
     inline_nodes: int = 4
-    """Nodes whose hidden states travel inside a wave's one message."""
+    """Nodes whose hidden states travel inside a wave's one message; a tree's always do."""
+    width: int = 1
+    """W: drafts of a request that may enter in one wave."""
+    repairs: bool = False
+    """Whether drafts enter behind nodes that have a child in flight (`schedule/tree.py`)."""
     dtype: torch.dtype | None = None
     """Dtype of weights and KV rows; None for the checkpoint's own."""
 
     def num_rows(self, spec: TargetSpec, plan: StagePlan) -> int:
         """KV rows of a stage: one text at the context limit, and what may still be in flight."""
-        return spec.max_positions + self.chunk_tokens + 4 * (plan.num_stages + 1)
+        return spec.max_positions + self.chunk_tokens + (self.width + 3) * (plan.num_stages + 1)
 
     def dtype_of(self, spec: TargetSpec) -> torch.dtype:
         """Dtype of weights, KV rows and what travels."""
@@ -62,10 +67,11 @@ class EngineOptions:
 
     def wire(self, spec: TargetSpec, plan: StagePlan) -> WaveFormat:
         """The format of a hop."""
+        inline_nodes = max(self.inline_nodes, self.width)
         return WaveFormat(
             fingerprint=plan.fingerprint,
-            max_nodes=self.chunk_tokens + self.inline_nodes,
-            inline_nodes=self.inline_nodes,
+            max_nodes=self.chunk_tokens + inline_nodes,
+            inline_nodes=inline_nodes,
             max_ancestors=plan.num_stages,
             hidden_size=spec.hidden_size,
             dtype=self.dtype_of(spec),
@@ -206,11 +212,17 @@ def build_module_drafter(
     meta: ArtifactMeta,
     tensors: Mapping[str, Tensor],
 ) -> ModuleDrafter:
-    """The drafter of a trained module; opens only the target's embedding."""
+    """The drafter of a trained module: a chain's, or a tree's if the options ask for one.
+
+    Opens only the target's embedding.
+    """
     dtype = options.dtype_of(folder.spec)
     config = ModuleConfig.from_dict(meta.module)
     module = SpeculationModule(config, plan)
     module.load_state_dict(dict(tensors))
     module.to(dtype).eval()
     kv = options.pool(folder.spec, plan, config.num_layers, config)
-    return ModuleDrafter(plan, module, load_embedding(folder, dtype), kv)
+    embedding = load_embedding(folder, dtype)
+    if options.width == 1 and not options.repairs:
+        return ModuleDrafter(plan, module, embedding, kv)
+    return TreeDrafter(plan, module, embedding, kv, width=options.width, repairs=options.repairs)
