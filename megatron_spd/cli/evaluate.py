@@ -20,7 +20,14 @@ from rich.table import Table
 from megatron_spd import comm
 from megatron_spd.checkpoint.artifact import load_artifact
 from megatron_spd.checkpoint.atomic import write_atomic
-from megatron_spd.cli.generate import check_module, drafter_of, facts_of, request_of, sampling_of
+from megatron_spd.cli.generate import (
+    check_module,
+    drafter_of,
+    engine_of,
+    facts_of,
+    request_of,
+    sampling_of,
+)
 from megatron_spd.cli.progress import progress
 from megatron_spd.cli.prompts import read_prompts
 from megatron_spd.cli.target import Target, open_target
@@ -150,7 +157,7 @@ def _on_rank(
     argv: Sequence[str],
     json_path: str,
 ) -> EvalReport | None:
-    engine, timeline = EngineOptions(), Timeline(target.plan.num_stages)
+    engine, timeline = engine_of(options), Timeline(target.plan.num_stages)
     join_plan(target.plan)
     compute = build_compute(target.folder, target.plan, engine)
     metered = None if compute is None else MeteredCompute(compute)
@@ -180,13 +187,17 @@ def _on_rank(
         DecodedText(ids=(*request.prompt_ids, *written), prompt_tokens=len(request.prompt_ids))
         for request, written in zip(asked.values(), ids, strict=True)
     ]
-    judged = _judge(target, options, compute, texts) if options.module else None
+    judged = None
+    if options.module and engine.is_chain:
+        judged = _judge(target, options, compute, texts)
     if results is None:
         return None
     facts = {
         "command": ["megatron-spd", *argv],
         "plan": asdict(target.plan),
-        **summary_of(list(asked), results, judged, target.plan.num_stages),
+        "width": options.width,
+        "repairs": options.repairs,
+        **summary_of(list(asked), results, judged, target.plan.num_stages, engine.is_chain),
         "ranks": [_rank_facts(target.plan, rank, part) for rank, part in enumerate(shared)],
         "timeline": timeline.to_dict(),
     }
@@ -243,14 +254,16 @@ def summary_of(
     results: Sequence[Result],
     judged: Sequence[Sequence[bool]] | None,
     num_stages: int,
+    is_chain: bool = True,
 ) -> dict[str, Any]:
     """The sums over all prompts and the result of each.
 
     Args:
         names: question_id of each prompt.
         results: what decoding gave.
-        judged: the training forward's flags of each text; None without a module.
+        judged: the training forward's flags of each text; None without a module, or of a tree.
         num_stages: n.
+        is_chain: whether one draft entered a cycle; only then acceptance says what EAL to expect.
     """
     counted = {
         name: sum(getattr(result.counters, name) for result in results)
@@ -270,7 +283,9 @@ def summary_of(
         "agreement": _share(every),
         "agreement_judged": len(every),
         "eal": num_stages * counted["committed"] / counted["cycles"] if counted["cycles"] else None,
-        "eal_theory": None if acceptance is None else eal_of(acceptance, num_stages),
+        "eal_theory": eal_of(acceptance, num_stages)
+        if acceptance is not None and is_chain
+        else None,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds if seconds else None,
         "results": [

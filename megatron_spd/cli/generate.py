@@ -33,7 +33,7 @@ def generate(
     check_module(target, options.module)
     run_under_torchrun(argv, target.plan.world_size, target.plan)
     comm.init_ranks()
-    engine = EngineOptions()
+    engine = engine_of(options)
     with comm.reporting_failures():
         return decode_on_ranks(
             target.folder,
@@ -65,6 +65,11 @@ def request_of(
     )
     request.limit(target.folder.spec.max_positions)
     return request
+
+
+def engine_of(options: GenerateOptions | EvalOptions) -> EngineOptions:
+    """The engine's sizes for a command's drafts."""
+    return EngineOptions(width=options.width, repairs=options.repairs)
 
 
 def sampling_of(options: GenerateOptions | EvalOptions) -> SamplingParams:

@@ -157,7 +157,17 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(SamplingOptions):
+class DraftingOptions(SamplingOptions):
+    """What drafts enter; the text is the same for all."""
+
+    width: int = 1
+    """Drafts that may enter in one wave: 1 is a chain, more a tree of the most probable."""
+    repairs: bool = False
+    """Whether drafts enter behind tokens that have one already: late siblings and repairs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(DraftingOptions):
     """What to continue and how; greedy unless a temperature is given.
 
     Raises:
@@ -174,7 +184,8 @@ class GenerateOptions(SamplingOptions):
     """Strings that end the text; it is cut before the first of them."""
 
     def __post_init__(self) -> None:
-        _at_least("generate", self, max_new_tokens=1, temperature=0, top_k=0, seed=0)
+        _at_least("generate", self, max_new_tokens=1, temperature=0, top_k=0, seed=0, width=1)
+        _drafts_need_a_module("generate", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +229,7 @@ class RegenerateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions(SamplingOptions):
+class EvalOptions(DraftingOptions):
     """Prompts to decode, and the module whose drafts are counted.
 
     Raises:
@@ -234,7 +245,8 @@ class EvalOptions(SamplingOptions):
     max_new_tokens: int = 128
     """Tokens to write at most, the first one included."""
     tolerance: float = 0.02
-    """Largest difference between served acceptance and the training forward's agreement."""
+    """Largest difference between served acceptance and the training forward's agreement; of a tree
+    they are not compared, training judges a chain."""
 
     def __post_init__(self) -> None:
         _at_least(
@@ -245,8 +257,10 @@ class EvalOptions(SamplingOptions):
             temperature=0,
             top_k=0,
             seed=0,
+            width=1,
             tolerance=0,
         )
+        _drafts_need_a_module("eval", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,3 +392,11 @@ def _at_least(section: str, options: object, **limits: float) -> None:
             raise ConfigError(
                 f"{section}.{name} ({getattr(options, name)}) must be at least {least}"
             )
+
+
+def _drafts_need_a_module(section: str, options: GenerateOptions | EvalOptions) -> None:
+    if not options.module and (options.width > 1 or options.repairs):
+        raise ConfigError(
+            f"{section}.width is {options.width} and {section}.repairs {options.repairs}, but "
+            f"without {section}.module nothing is drafted; name one, or leave these out"
+        )

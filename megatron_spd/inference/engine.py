@@ -43,6 +43,11 @@ class EngineOptions:
     dtype: torch.dtype | None = None
     """Dtype of weights and KV rows; None for the checkpoint's own."""
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether drafts only ever enter one behind the other."""
+        return self.width == 1 and not self.repairs
+
     def num_rows(self, spec: TargetSpec, plan: StagePlan) -> int:
         """KV rows of a stage: one text at the context limit, and what may still be in flight."""
         return spec.max_positions + self.chunk_tokens + (self.width + 3) * (plan.num_stages + 1)
@@ -223,6 +228,6 @@ def build_module_drafter(
     module.to(dtype).eval()
     kv = options.pool(folder.spec, plan, config.num_layers, config)
     embedding = load_embedding(folder, dtype)
-    if options.width == 1 and not options.repairs:
+    if options.is_chain:
         return ModuleDrafter(plan, module, embedding, kv)
     return TreeDrafter(plan, module, embedding, kv, width=options.width, repairs=options.repairs)

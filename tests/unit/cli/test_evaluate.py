@@ -66,6 +66,12 @@ def test_without_a_module_there_is_nothing_to_compare() -> None:
     report.to_table()
 
 
+def test_of_a_tree_acceptance_says_no_eal() -> None:
+    facts = summary_of(["a"], [result(9, 1, 20, 1.0)], None, 4, is_chain=False)
+    assert (facts["acceptance"], facts["eal_theory"]) == (0.9, None)
+    assert facts["eal"] == 4 * 10 / 20
+
+
 def test_disagreement_names_both_values_and_exits_1() -> None:
     facts = {"acceptance": 0.5, "agreement": 0.6}
     EvalReport(facts=facts, tolerance=0.11).check()
