@@ -27,7 +27,7 @@ SAMPLINGS = (
 )
 
 
-def drafter(width: int, *, repairs: bool = True, spread: float | None = 1.0) -> TreeDrafter:
+def drafter(width: int, *, repairs: bool = True, spread: float = 1.0) -> TreeDrafter:
     config = ModuleConfig(
         hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=8,
         vocab_size=VOCAB, norm_eps=1e-5, rope=RopeSpec(rope_type="default", theta=10000.0),
@@ -80,9 +80,8 @@ def test_greedy_chances_are_the_modules_and_sharper_with_a_smaller_spread() -> N
     chance = logits.softmax(1).max().item()
     plain = drafter(1)._judge([root], logits, SAMPLINGS[0])[root][0][1]
     sharp = drafter(1, spread=0.25)._judge([root], logits, SAMPLINGS[0])[root][0][1]
-    usual = drafter(1, spread=None)._judge([root], logits, SAMPLINGS[0])[root][0][1]
     assert math.exp(plain) == pytest.approx(chance, rel=1e-5)
-    assert plain < sharp == usual < 0
+    assert plain < sharp < 0
 
 
 def test_noise_of_a_position_is_drawn_once_and_goes_with_it() -> None:
