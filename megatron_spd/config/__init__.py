@@ -7,16 +7,15 @@ values by their `__post_init__`. An unknown table or key is refused by name.
 
 from megatron_spd.config.options import (
     SECTIONS,
-    BenchOptions,
     EvalOptions,
     GenerateOptions,
     ModuleOptions,
     PlanConfig,
-    QuickstartOptions,
     RegenerateOptions,
     TrainOptions,
 )
 from megatron_spd.config.parse import add_sections, load_config, parse_options, read_toml
+from megatron_spd.config.trials import BenchOptions, QuickstartOptions
 
 __all__ = [
     "PlanConfig",

@@ -82,6 +82,9 @@ class RehearsedDrafter:
         newest = machine.path(request)[-1]
         machine.propose(newest, self._script.candidates(newest.position + 1)[0])
 
+    def enter(self, machine: Machine, request: int) -> None:
+        """All was proposed before."""
+
     def forget(self, request: int) -> None:
         """A script keeps nothing of a request."""
 
