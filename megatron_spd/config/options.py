@@ -159,8 +159,12 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftingOptions(SamplingOptions):
-    """What drafts enter; the text is the same for all."""
+    """How far to decode and with which drafts; the text is the same for all of them."""
 
+    module: str = ""
+    """Folder of a trained speculation module; empty decodes over the pipeline without drafts."""
+    max_new_tokens: int = 128
+    """Tokens to write at most, the first one included."""
     width: int = 1
     """Drafts that may enter in one wave: 1 is a chain, more a tree of the most probable."""
     repairs: bool = False
@@ -177,10 +181,6 @@ class GenerateOptions(DraftingOptions):
 
     prompt: str
     """Text to continue."""
-    module: str = ""
-    """Folder of a trained speculation module; empty decodes over the pipeline without drafts."""
-    max_new_tokens: int = 128
-    """Tokens to write at most, the first one included."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; it is cut before the first of them."""
 
@@ -190,7 +190,7 @@ class GenerateOptions(DraftingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegenerateOptions:
+class RegenerateOptions(SamplingOptions):
     """Text that the target writes itself, to train a module on.
 
     Raises:
@@ -207,10 +207,6 @@ class RegenerateOptions:
     """Tokens to write at most behind each prompt."""
     temperature: float = 1.0
     """0 is greedy."""
-    top_k: int = 0
-    """Keep this many of the likeliest tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the likeliest tokens up to this probability mass."""
     seed: int = 0
     """Seed of the sampling; a resumed file is the one that a single run writes."""
     batch_size: int = 64
@@ -239,12 +235,8 @@ class EvalOptions(DraftingOptions):
 
     prompts: str
     """A .jsonl file in the EAGLE form, {"question_id": .., "turns": [..]}; first turns are used."""
-    module: str = ""
-    """Folder of a trained speculation module; empty decodes over the pipeline without drafts."""
     num_prompts: int = 0
     """Use only the first so many prompts; 0 uses all."""
-    max_new_tokens: int = 128
-    """Tokens to write at most, the first one included."""
     tolerance: float = 0.02
     """Largest difference between served acceptance and the training forward's agreement; of a tree
     they are not compared, training judges a chain."""
